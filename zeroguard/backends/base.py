@@ -1,0 +1,229 @@
+"""Everything a guard may know of, or ask from, a training engine.
+
+Every method says LOCAL (this rank alone, no communication) or COLLECTIVE, and the ZeRO stages it holds for. Nothing
+here is COLLECTIVE so far: what zeroguard repairs, each rank repairs for its own partition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+__all__ = ["Action", "BackwardState", "Done", "Engine", "EngineFacts", "ParamStatus", "Request"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What is known of an engine at attach; guards are chosen from it.
+
+    Attributes:
+        stage: ZeRO stage, 0 to 3.
+        offload_optimizer: device of the offloaded optimizer, ``none``, ``cpu`` or ``nvme``.
+        pin_memory: whether the offloaded buffers are page-locked.
+        overlap_comm: whether gradients are reduced on a stream of their own.
+        accumulation_steps: micro-batches a step, as configured.
+        managed_accumulation: whether DeepSpeed, not the caller, decides the accumulation boundary.
+        dtype: the parameters' dtype, such as ``bfloat16``.
+        world_size: data-parallel ranks.
+        rank: this process's global rank.
+        accelerator: DeepSpeed's name of the device, such as ``cuda``.
+        resolves_data_dependency: whether the accelerator itself makes the host wait for pending copies.
+        optimizer: class name of ``engine.optimizer``.
+        deepspeed_version: release of DeepSpeed.
+        torch_version: release of torch.
+        torch_style_backward: whether DeepSpeed supports ``loss.backward()`` on this engine.
+        own_copy_events: whether DeepSpeed keeps events of its pending offload copies (from 0.19.8).
+    """
+
+    stage: int
+    offload_optimizer: str = "none"
+    pin_memory: bool = False
+    overlap_comm: bool = False
+    accumulation_steps: int = 1
+    managed_accumulation: bool = True
+    dtype: str = "float32"
+    world_size: int = 1
+    rank: int = 0
+    accelerator: str = "cpu"
+    resolves_data_dependency: bool = True
+    optimizer: str = ""
+    deepspeed_version: str = ""
+    torch_version: str = ""
+    torch_style_backward: bool = True
+    own_copy_events: bool = False
+
+    @property
+    def offload(self) -> bool:
+        """Whether the optimizer's state and gradients live outside the accelerator."""
+        return self.offload_optimizer != "none"
+
+    def describe(self) -> str:
+        """One phrase for texts, such as ``ZeRO-2, optimizer on cpu (pinned), bfloat16, 8 ranks``."""
+        where = f", optimizer on {self.offload_optimizer}{' (pinned)' if self.pin_memory else ''}" if self.offload else ""
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        return f"ZeRO-{self.stage}{where}, {self.dtype}, {ranks}"
+
+
+class Action(Enum):
+    """Repairs that a guard can ask for; the value is the name of the method of :class:`Engine`."""
+
+    REARM_BACKWARD = "rearm_backward"
+    RESTORE_COUNTERS = "restore_counters"
+    REST_BACKWARD = "rest_backward"
+    DROP_UNFINISHED = "drop_unfinished"
+    CARRY = "carry"
+    FLUSH_PENDING = "flush_pending"
+    SETTLE = "settle"
+    CLEAR = "clear"
+    DROP_IDLE = "drop_idle"
+    SHELVE_IDLE = "shelve_idle"
+    UNSHELVE_IDLE = "unshelve_idle"
+    RELEASE_IN_FLIGHT = "release_in_flight"
+    WAIT_COPIES = "wait_copies"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A repair that a guard asks the session for."""
+
+    action: Action
+    args: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a repair changed. ``routine`` ones are counted but not listed in ``session.repairs``."""
+
+    kind: str
+    parameters: tuple[str, ...] = ()
+    detail: str = ""
+    routine: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardState:
+    """The state that a backward leaves behind. At rest every number is 0 and ``unfinished`` is false.
+
+    Attributes:
+        depth: backwards that DeepSpeed believes to be running.
+        hooks: parameter gradients that it still expects in the backward that it believes to be running.
+        counters: modules whose backward counters are not zero (ZeRO-3).
+        unfinished: a backward began and its epilogue never ran.
+    """
+
+    depth: int = 0
+    hooks: int = 0
+    counters: int = 0
+    unfinished: bool = False
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing is left over that a healthy loop would not leave."""
+        return self.depth == 0 and self.hooks == 0 and not self.unfinished
+
+
+@dataclass(frozen=True, slots=True)
+class ParamStatus:
+    """ZeRO-3 parameters that are not simply partitioned or gathered and at rest.
+
+    Attributes:
+        in_flight: parameters whose status is INFLIGHT.
+        registry: parameters in the coordinator's registry of running gathers.
+        orphans: INFLIGHT and not in the registry: their gather's handle is gone.
+        contradictions: in the registry but not INFLIGHT.
+        active: parameters that a submodule still claims.
+        gathered: (name, bytes) of parameters that are AVAILABLE although not persistent.
+    """
+
+    in_flight: tuple[str, ...] = ()
+    registry: int = 0
+    orphans: tuple[str, ...] = ()
+    contradictions: tuple[str, ...] = ()
+    active: tuple[str, ...] = ()
+    gathered: tuple[tuple[str, int], ...] = ()
+
+
+class Engine(Protocol):
+    """A training engine as guards see it. Implemented by the DeepSpeed backend and by ``zeroguard.testing``."""
+
+    facts: EngineFacts
+
+    # -- reads ---------------------------------------------------------------------------------------------------
+
+    def backward_state(self) -> BackwardState:
+        """LOCAL, stages 1 to 3: what the backwards so far have left behind. No device synchronization."""
+        ...
+
+    def param_status(self, *, scan: bool = True) -> ParamStatus:
+        """LOCAL, stage 3: a look at the registry, and with ``scan`` one pass over the parameters."""
+        ...
+
+    def idle_parameters(self) -> tuple[str, ...]:
+        """LOCAL, stages 1 to 3: trainable parameters whose gradient did not arrive in this window."""
+        ...
+
+    def stale_parameters(self) -> tuple[str, ...]:
+        """LOCAL, stages 1 to 3: idle parameters whose accumulators still hold an earlier window's gradient."""
+        ...
+
+    def lost_parameters(self) -> tuple[str, ...]:
+        """LOCAL, stages 1 and 2 offloaded, 3 offloaded: reached in this window, but not what step() consumes."""
+        ...
+
+    # -- repairs -------------------------------------------------------------------------------------------------
+
+    def rearm_backward(self) -> Sequence[Done]:
+        """LOCAL, stages 1 to 3: let DeepSpeed treat the running backward as a micro-step of its own."""
+        ...
+
+    def restore_counters(self, forward: int) -> Sequence[Done]:
+        """LOCAL, stage 3: give the modules back the backward visits that this forward had announced."""
+        ...
+
+    def rest_backward(self) -> Sequence[Done]:
+        """LOCAL, stages 1 to 3: put the backward state back to rest at a step boundary."""
+        ...
+
+    def drop_unfinished(self) -> Sequence[Done]:
+        """LOCAL, stages 1 to 3: forget the half-reduced gradients of a backward that raised."""
+        ...
+
+    def carry(self) -> Sequence[Done]:
+        """LOCAL, stages 1 and 2: set aside what earlier boundary backwards of this window produced, to be added."""
+        ...
+
+    def flush_pending(self) -> Sequence[Done]:
+        """Same collectives as DeepSpeed's own reduction; stage 1 with overlap_comm: reduce gradients that only
+        non-boundary backwards produced."""
+        ...
+
+    def settle(self, boundary: bool) -> Sequence[Done]:
+        """LOCAL, stages 1 to 3: after a backward, make the accumulators hold this window's sum and nothing else."""
+        ...
+
+    def clear(self) -> Sequence[Done]:
+        """LOCAL, stages 1 to 3: clear what ZeRO accumulated outside ``.grad``, as zero_grad promises."""
+        ...
+
+    def drop_idle(self) -> Sequence[Done]:
+        """LOCAL, stages 1 to 3: before a step, zero what idle parameters would be stepped with."""
+        ...
+
+    def shelve_idle(self) -> Sequence[Done]:
+        """LOCAL, stages 1 to 3: before a step, copy the master weights and optimizer state of idle parameters."""
+        ...
+
+    def unshelve_idle(self) -> Sequence[Done]:
+        """LOCAL, stages 1 to 3: after the step, put those copies back."""
+        ...
+
+    def release_in_flight(self) -> Sequence[Done]:
+        """LOCAL, stage 3: wait for gathers that were already launched and release their parameters."""
+        ...
+
+    def wait_copies(self, tensors: Sequence[Any] = (), *, wait: str = "event") -> Sequence[Done]:
+        """LOCAL, offloaded stages: return once the copies that fill these host tensors (all, if none is given)
+        have landed."""
+        ...

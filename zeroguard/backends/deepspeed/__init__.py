@@ -1,0 +1,101 @@
+"""The only door to DeepSpeed.
+
+``deepspeed`` itself is never imported here: an engine can only exist where it already is.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from zeroguard.backends.base import EngineFacts
+from zeroguard.backends.deepspeed.adapter import DeepSpeedBackend
+from zeroguard.backends.deepspeed.attributes import TABLE, VERIFIED, missing, version_tuple
+
+__all__ = ["TABLE", "VERIFIED", "DeepSpeedBackend", "facts_of", "find_engine", "missing", "open_backend"]
+
+
+def find_engine(candidate: Any) -> tuple[Any, list[str]]:
+    """LOCAL. The DeepSpeed engine that ``candidate`` is or leads to, and where was looked; None if there is none."""
+    looked = [f"the object itself ({type(candidate).__module__}.{type(candidate).__qualname__})"]
+    if _is_engine(candidate):
+        return candidate, looked
+    paths = (
+        "deepspeed_engine_wrapped.engine",
+        "accelerator.deepspeed_engine_wrapped.engine",
+        "strategy.deepspeed_engine",
+        "strategy.model",
+        "_forward_module",
+        "model_wrapped",
+        "deepspeed",
+    )
+    for path in paths:
+        found = candidate
+        for part in path.split("."):
+            found = getattr(found, part, None)
+        looked.append(f".{path}")
+        if _is_engine(found):
+            return found, looked
+    return None, looked
+
+
+def _is_engine(candidate: Any) -> bool:
+    module = sys.modules.get("deepspeed")
+    kind = getattr(module, "DeepSpeedEngine", None)
+    return kind is not None and isinstance(candidate, kind)
+
+
+def _accelerator() -> Any:
+    return sys.modules["deepspeed"].accelerator.get_accelerator()
+
+
+def facts_of(engine: Any) -> EngineFacts:
+    """LOCAL. What is known of an engine at attach."""
+    import torch
+    import torch.distributed as dist
+
+    optimizer = engine.optimizer
+    stage = int(engine.zero_optimization_stage())
+    offload, pinned = _offload(engine, stage)
+    accelerator = _accelerator()
+    managed = getattr(engine, "managed_gradient_accumulation", None)
+    param = next(iter(engine.module.parameters()), None)
+    return EngineFacts(
+        stage=stage,
+        offload_optimizer=offload,
+        pin_memory=pinned,
+        overlap_comm=bool(getattr(optimizer, "overlap_comm", False)),
+        accumulation_steps=int(engine.gradient_accumulation_steps()),
+        managed_accumulation=True if managed is None else bool(managed()),
+        dtype="unknown" if param is None else str(param.dtype).removeprefix("torch."),
+        world_size=int(getattr(engine, "dp_world_size", None) or 1),
+        rank=dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,
+        accelerator=accelerator.device_name(),
+        # Releases before this method existed knew only accelerators that do not resolve dependencies, and the CPU.
+        resolves_data_dependency=bool(getattr(accelerator, "resolves_data_dependency", lambda: False)()),
+        optimizer=type(optimizer).__name__,
+        deepspeed_version=sys.modules["deepspeed"].__version__,
+        torch_version=torch.__version__,
+        torch_style_backward=bool(getattr(engine, "_support_torch_style_backward", False)),
+        own_copy_events=hasattr(optimizer, "_pending_offload_events"),
+    )
+
+
+def _offload(engine: Any, stage: int) -> tuple[str, bool]:
+    optimizer = engine.optimizer
+    if stage in (1, 2) and getattr(optimizer, "cpu_offload", False):
+        return "cpu", bool(optimizer.cpu_offload_pin_memory)
+    if stage == 3 and getattr(optimizer, "offload_optimizer", False):
+        device = "nvme" if getattr(optimizer, "swap_optimizer", False) else "cpu"
+        return device, bool(getattr(optimizer, "offload_optimizer_pin_memory", False))
+    return "none", False
+
+
+def open_backend(engine: Any, facts: EngineFacts) -> DeepSpeedBackend:
+    """LOCAL. The backend of one engine, not attached yet."""
+    return DeepSpeedBackend(engine, facts, _accelerator)
+
+
+def supported(version: str) -> bool:
+    """Whether a release is one that the tests run against, or between two of them."""
+    return version_tuple(VERIFIED[0]) <= version_tuple(version) <= version_tuple(VERIFIED[-1])

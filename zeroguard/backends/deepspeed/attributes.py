@@ -1,0 +1,204 @@
+"""The table of every foreign attribute that zeroguard touches, and the probe that reads it.
+
+DeepSpeed's internals move between patch releases. An attribute that is not in this table may not be used in this
+package (``tests/contract`` compares the table with the code), and one that is missing on the engine at hand
+makes the guards that need it unavailable, loudly.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["TABLE", "VERIFIED", "Attribute", "missing", "version_tuple"]
+
+#: Releases that the contract tests run against.
+VERIFIED = ("0.16.9", "0.17.6", "0.18.5", "0.19.2", "0.19.8")
+
+ALL = frozenset({"host_read", "retained_graph", "accumulator_reset", "param_status"})
+GRADIENT = frozenset({"retained_graph", "accumulator_reset"})
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """One foreign attribute.
+
+    Attributes:
+        owner: ``engine``, ``optimizer``, ``hook_state``, ``module`` or ``param``.
+        name: the attribute; private names of classes in their mangled form.
+        guards: the guards that cannot act without it.
+        stages: the ZeRO stages where it must exist.
+        lost: what cannot be done without it.
+        since: first release that has it; on older ones it is not asked for, and ``lost`` says what is missing there.
+        until: first release that no longer has it.
+        offload: whether it is needed only with an offloaded optimizer (True), only without (False), or both (None).
+    """
+
+    owner: str
+    name: str
+    guards: frozenset[str]
+    stages: frozenset[int]
+    lost: str
+    since: str = ""
+    until: str = ""
+    offload: bool | None = None
+
+    def wanted(self, guard: str, stage: int, version: str, offload: bool) -> bool:
+        """Whether ``guard`` needs this attribute on an engine of that stage, release and offload."""
+        here = version_tuple(version)
+        return (
+            guard in self.guards
+            and stage in self.stages
+            and (not self.since or here >= version_tuple(self.since))
+            and (not self.until or here < version_tuple(self.until))
+            and self.offload in (None, offload)
+        )
+
+
+def version_tuple(version: str) -> tuple[int, ...]:
+    """``0.19.8+unknown`` as ``(0, 19, 8)``."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def _a(
+    owner: str,
+    name: str,
+    guards: Iterable[str],
+    stages: Iterable[int],
+    lost: str,
+    since: str = "",
+    until: str = "",
+    offload: bool | None = None,
+) -> Attribute:
+    return Attribute(owner, name, frozenset(guards), frozenset(stages), lost, since, until, offload)
+
+
+_Z = (1, 2, 3)
+_S3 = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+
+TABLE: tuple[Attribute, ...] = (
+    # -- the engine ----------------------------------------------------------------------------------------------
+    _a("engine", "forward", ALL, (0, *_Z), "no forward is seen"),
+    _a("engine", "backward", ALL, (0, *_Z), "no engine.backward is seen"),
+    _a("engine", "step", ALL, (0, *_Z), "a violation cannot be raised after the step's bookkeeping"),
+    _a("engine", "zero_grad", {"accumulator_reset"}, _Z, "engine.zero_grad leaves the accumulators as they are"),
+    _a("engine", "_backward_epilogue", GRADIENT, _Z, "the end of a backward is not seen"),
+    _a("engine", "_backward_prologue", GRADIENT, _Z, "a second loss.backward() cannot be re-armed", since="0.18.0"),
+    _a("engine", "_backward_prologue_per_tensor", GRADIENT, _Z, "a second loss.backward() is not seen", since="0.18.0"),
+    _a("engine", "is_gradient_accumulation_boundary", GRADIENT, _Z, "boundary backwards cannot be told apart"),
+    _a("engine", "save_checkpoint", {"param_status"}, (3,), "no check before a checkpoint"),
+    # -- the ZeRO optimizer --------------------------------------------------------------------------------------
+    _a("optimizer", "step", ALL, (0, *_Z), "no optimizer step is seen"),
+    _a("optimizer", "zero_grad", {"accumulator_reset"}, _Z, "optimizer.zero_grad leaves the accumulators as they are"),
+    _a("optimizer", "micro_step_id", GRADIENT, _Z, "accumulating and overwriting backwards cannot be told apart"),
+    _a(
+        "optimizer",
+        "reduce_independent_p_g_buckets_and_remove_grads",
+        GRADIENT,
+        _Z,
+        "it is not known which parameters received a gradient",
+    ),
+    _a("optimizer", "clear_backward_seen_flag", {"retained_graph"}, _Z, "a backward cannot be re-armed", since="0.18.0"),
+    _a("optimizer", "_backward_hook_state", {"retained_graph"}, _Z, "the backward state is not seen", since="0.18.0"),
+    _a("optimizer", "ipg_buckets", {"accumulator_reset"}, _Z, "half-reduced gradients stay behind", since="0.17.0"),
+    _a("optimizer", "params_already_reduced", {"accumulator_reset"}, _Z, "half-reduced gradients stay behind"),
+    # stages 1 and 2
+    _a("optimizer", "bit16_groups", {"accumulator_reset"}, (1, 2), "parameters cannot be listed"),
+    _a("optimizer", "params_in_partition", {"accumulator_reset"}, (1, 2), "this rank's parameters are not known"),
+    _a("optimizer", "get_param_id", {"accumulator_reset"}, (1, 2), "parameters cannot be told apart"),
+    _a(
+        "optimizer",
+        "single_partition_of_fp32_groups",
+        {"accumulator_reset", "host_read"},
+        (1, 2),
+        "the gradient that the optimizer consumes is not seen",
+    ),
+    _a("optimizer", "averaged_gradients", {"accumulator_reset"}, (1, 2), "boundary gradients cannot be added up"),
+    _a("optimizer", "_release_ipg_buffers", {"accumulator_reset"}, (1, 2), "half-reduced gradients stay behind"),
+    _a(
+        "optimizer",
+        "reduce_ready_partitions_and_remove_grads",
+        {"accumulator_reset"},
+        (1,),
+        "gradients of non-boundary backwards are lost under overlap_comm",
+    ),
+    _a(
+        "optimizer",
+        "accumulated_grads_in_cpu",
+        {"accumulator_reset", "host_read"},
+        (1, 2),
+        "the CPU accumulators are not seen",
+        offload=True,
+    ),
+    _a("optimizer", "grad_position", {"accumulator_reset"}, (1, 2, 3), "a parameter's slice is not known", offload=True),
+    _a("optimizer", "norm_for_param_grads", {"accumulator_reset"}, _Z, "the gradient norm is wrong", offload=True),
+    _a("optimizer", "local_overflow", {"accumulator_reset"}, (1, 2), "an overflow outlives zero_grad", offload=True),
+    _a("optimizer", "offload_gradient_dict", {"host_read"}, (1, 2), "safe_get_full_grad does not wait", offload=True),
+    _a(
+        "optimizer",
+        "async_accumulate_grad_in_cpu_via_gpu",
+        {"host_read"},
+        (1, 2),
+        "DeepSpeed's own reads cannot be told from the user's",
+        offload=True,
+    ),
+    _a("optimizer", "copy_grads_in_partition", {"host_read"}, (1, 2), "copies are not seen", offload=True),
+    _a(
+        "optimizer",
+        "_wait_for_offload_copies",
+        {"host_read"},
+        (1, 2),
+        "DeepSpeed's own events cannot be used",
+        since="0.19.8",
+        offload=True,
+    ),
+    # stage 3
+    _a("optimizer", "fp16_groups", {"accumulator_reset", "param_status"}, (3,), "parameters cannot be listed"),
+    _a("optimizer", _S3, {"accumulator_reset"}, (3,), "the gradient partitions are not seen"),
+    _a("optimizer", "grad_partitions_flat_buffer", {"accumulator_reset"}, (3,), "the gradient partitions are not seen"),
+    _a(
+        "optimizer",
+        "fp32_partitioned_groups_flat",
+        {"accumulator_reset"},
+        (3,),
+        "the gradient that the optimizer consumes is not seen",
+    ),
+    _a("optimizer", "partition_grads", {"host_read"}, (3,), "copies are not seen", offload=True),
+    _a(
+        "optimizer",
+        "_get_fp32_grad_state_partition",
+        {"host_read"},
+        (3,),
+        "gradient reads do not wait",
+        since="0.17.0",
+        offload=True,
+    ),
+    _a("optimizer", "parameter_offload", {"param_status"}, (3,), "gathers are not seen"),
+    # -- modules and parameters ------------------------------------------------------------------------------------
+    _a("module", "ds_inflight_param_registry", {"param_status"}, (3,), "running gathers are not seen"),
+    _a("param", "ds_status", {"param_status"}, (3,), "a parameter's status is not seen"),
+    _a("param", "ds_active_sub_modules", {"param_status"}, (3,), "claims of submodules are not seen"),
+    _a("param", "ds_persist", {"param_status"}, (3,), "persistent parameters cannot be told apart"),
+    _a("param", "ds_tensor", {"accumulator_reset"}, (3,), "a parameter's partition is not seen"),
+)
+
+
+def _owner(name: str, engine: Any) -> Any:
+    if name == "engine":
+        return engine
+    if name == "optimizer":
+        return engine.optimizer
+    if name == "module":
+        return engine.module
+    return next(iter(engine.module.parameters()), None)
+
+
+def missing(engine: Any, guard: str, *, stage: int, version: str, offload: bool) -> list[Attribute]:
+    """LOCAL. The attributes that ``guard`` needs on this engine and that are not there."""
+    return [
+        item
+        for item in TABLE
+        if item.wanted(guard, stage, version, offload) and not hasattr(_owner(item.owner, engine), item.name)
+    ]

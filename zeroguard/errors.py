@@ -1,0 +1,95 @@
+"""The exceptions that zeroguard raises.
+
+::
+
+    ZeroGuardError
+    ├── ConfigError              a wrong key, type, value or file (also a ValueError)
+    ├── EngineNotFoundError      what was given leads to no DeepSpeed engine (also a TypeError)
+    ├── AlreadyGuardedError      a second attach to one engine
+    ├── GuardUnavailableError    a guard cannot act on this engine or this DeepSpeed release
+    ├── SessionClosedError       a call that needs an open session
+    └── GuardViolation           findings of severity "error", with ``on_violation: raise``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zeroguard.findings import Finding
+
+__all__ = [
+    "AlreadyGuardedError",
+    "ConfigError",
+    "EngineNotFoundError",
+    "GuardUnavailableError",
+    "GuardViolation",
+    "SessionClosedError",
+    "ZeroGuardError",
+]
+
+
+class ZeroGuardError(Exception):
+    """Base of every exception that zeroguard raises on purpose."""
+
+
+class ConfigError(ZeroGuardError, ValueError):
+    """A configuration that cannot be used. The message names the key, the value and what is allowed."""
+
+
+class EngineNotFoundError(ZeroGuardError, TypeError):
+    """The object given to :func:`zeroguard.guard` is not, and does not lead to, a DeepSpeed engine."""
+
+
+class AlreadyGuardedError(ZeroGuardError):
+    """The engine already has an open session."""
+
+
+class SessionClosedError(ZeroGuardError):
+    """The session was closed; it cannot wait, check or be entered any more."""
+
+
+class GuardUnavailableError(ZeroGuardError):
+    """A guard that was asked for cannot act here.
+
+    Attributes:
+        guard: the guard's name.
+        missing: the foreign attributes that were not found; empty when the reason is the
+            engine's configuration rather than the DeepSpeed release.
+    """
+
+    def __init__(self, message: str, *, guard: str, missing: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.guard = guard
+        self.missing = tuple(missing)
+
+
+class GuardViolation(ZeroGuardError):
+    """One or more findings that make it wrong to go on.
+
+    Raised at a fixed point of the step that every rank reaches (see
+    :mod:`zeroguard.collective`), so no rank is left waiting.
+
+    Attributes:
+        findings: what was found on this rank; empty on a rank that stops because another one found
+            something.
+        ranks: the ranks with findings of severity "error".
+    """
+
+    def __init__(self, findings: Sequence[Finding], *, ranks: Sequence[int] = (), step: int | None = None) -> None:
+        self.findings = tuple(findings)
+        self.ranks = tuple(ranks)
+        self.step = step
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        if self.findings:
+            head = f"{len(self.findings)} violation(s) of the training loop's lifecycle"
+            return "\n\n".join([head, *(f.text() for f in self.findings)])
+        where = "" if self.step is None else f" at step {self.step}"
+        who = ", ".join(map(str, self.ranks)) or "another rank"
+        return (
+            f"rank(s) {who} found a violation{where}; this rank stops with them so that none waits in a collective. "
+            f"The text is in the exception and the log of rank(s) {who}."
+        )

@@ -1,0 +1,194 @@
+"""The lifecycle of a training loop as events.
+
+The backend turns what the engine does into these; guards see nothing else. One frozen, slotted dataclass an
+event. Vocabulary: a *graph task* is one run of the autograd engine; a *backward* here is one root graph task (what
+``engine.backward`` or ``loss.backward`` starts; the inner tasks of reentrant checkpointing belong to it); a *window* is
+everything from one optimizer step, or one zero_grad, to the next optimizer step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+__all__ = [
+    "ALLOWED",
+    "BackwardAborted",
+    "BackwardBegin",
+    "BackwardEnd",
+    "BackwardReduce",
+    "CheckpointBegin",
+    "Close",
+    "Event",
+    "ForwardBegin",
+    "ForwardEnd",
+    "GraphReached",
+    "HostRead",
+    "ModeChange",
+    "Phase",
+    "Raised",
+    "StepBegin",
+    "StepEnd",
+    "ZeroGrad",
+]
+
+
+class Phase(Enum):
+    """Where a loop is. ``BETWEEN`` is everything outside the engine's own calls."""
+
+    BETWEEN = "between"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+    CHECKPOINT = "checkpoint"
+    CLOSED = "closed"
+
+
+#: Which phase may follow which. A backward inside a forward is legal: Lightning's manual optimization
+#: runs the whole training_step, steps included, inside one engine.forward.
+ALLOWED: dict[Phase, frozenset[Phase]] = {
+    Phase.BETWEEN: frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.CHECKPOINT, Phase.CLOSED}),
+    Phase.FORWARD: frozenset({Phase.BETWEEN, Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.CLOSED}),
+    Phase.BACKWARD: frozenset({Phase.BETWEEN, Phase.FORWARD, Phase.BACKWARD, Phase.CLOSED}),
+    Phase.STEP: frozenset({Phase.BETWEEN, Phase.FORWARD, Phase.CLOSED}),
+    Phase.CHECKPOINT: frozenset({Phase.BETWEEN, Phase.CLOSED}),
+    Phase.CLOSED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Base of all events."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBegin(Event):
+    """The engine's forward is about to run.
+
+    ``forward`` numbers the forwards of this session from 1; ``nested`` is true inside another forward.
+    """
+
+    forward: int
+    training: bool
+    grad: bool
+    nested: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardEnd(Event):
+    """The engine's forward returned."""
+
+    forward: int
+    grad: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardBegin(Event):
+    """A root graph task is about to run, or has just reached the engine's outputs.
+
+    Attributes:
+        backward: number of the backward in this session, from 1.
+        by: who started it.
+        again: backwards since DeepSpeed last reset its hook state (its forward does that); 0 for the first one.
+        after_boundary: whether an earlier backward of this window already ran at an accumulation boundary.
+        boundary: whether this one runs at an accumulation boundary.
+    """
+
+    backward: int
+    by: Literal["engine.backward", "loss.backward"]
+    again: int = 0
+    after_boundary: bool = False
+    boundary: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class GraphReached(Event):
+    """A backward reached the outputs of ``forward``; ``again`` earlier backwards did so before it."""
+
+    backward: int
+    forward: int
+    again: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardReduce(Event):
+    """All gradients of a backward are there; DeepSpeed is about to reduce what is still pending."""
+
+    backward: int
+    boundary: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardEnd(Event):
+    """A backward and its epilogue are done."""
+
+    backward: int
+    boundary: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardAborted(Event):
+    """A backward ended without its epilogue (an exception)."""
+
+    backward: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroGrad(Event):
+    """The user called zero_grad. ``backwards`` is how many backwards this window had so far."""
+
+    by: Literal["engine", "optimizer", "module"]
+    backwards: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepBegin(Event):
+    """The ZeRO optimizer is about to consume the gradients. ``step`` counts completed steps."""
+
+    step: int
+    backwards: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd(Event):
+    """The ZeRO optimizer's step returned. ``applied`` is false where it was skipped (overflow)."""
+
+    step: int
+    applied: bool
+    pending_forward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModeChange(Event):
+    """module.train(mode) or module.eval() was called."""
+
+    training: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HostRead(Event):
+    """Python is about to read host memory that the accelerator fills. ``what`` names it."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointBegin(Event):
+    """engine.save_checkpoint is about to run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Raised(Event):
+    """An exception passed through the engine in ``phase``."""
+
+    phase: Phase
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Close(Event):
+    """The session is closing; ``failed`` when the loop raised."""
+
+    failed: bool

@@ -1,0 +1,147 @@
+"""Guard ``retained_graph``: every backward over a forward's graph gets its own preprocess, epilogue and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from zeroguard import events as ev
+from zeroguard.backends.base import Action, EngineFacts, Request
+from zeroguard.guards.base import Choice, Guard, GuardModel, Outcome
+
+__all__ = ["RetainedGraphConfig", "RetainedGraphGuard"]
+
+REMEDY = (
+    "keep retained_graph on action: repair, or add the losses and call engine.backward once:\n"
+    "      loss = loss_a + loss_b\n"
+    "      engine.backward(loss)\n"
+    "      engine.step()"
+)
+
+
+class RetainedGraphConfig(GuardModel):
+    """Options of the guard ``retained_graph``."""
+
+    name: Literal["retained_graph"] = "retained_graph"
+    """The guard's name."""
+    action: Literal["repair", "detect"] = "repair"
+    """``repair`` gives every further backward its own preprocess and epilogue; ``detect`` changes nothing and reports the
+    first contaminated step with the pattern that caused it."""
+
+
+class RetainedGraphGuard(Guard):
+    """Resets the backward preprocess state.
+
+    Source of the claim: docs/faults/retained_graph.md, with the measured table; DeepSpeed issues 7352 and pull requests 8045 and 8135.
+    Stages 1 to 3. LOCAL.
+    """
+
+    name = "retained_graph"
+    Config = RetainedGraphConfig
+
+    def __init__(self, config: RetainedGraphConfig, engine: Any) -> None:
+        super().__init__(config, engine)
+        self.repair = config.action == "repair"
+        self.window = 0
+        self.by: set[str] = set()
+        self.pattern = ""
+        self.reported = False
+        self.aborted = ""
+
+    @classmethod
+    def choose(cls, facts: EngineFacts, config: Any) -> Choice:
+        if facts.stage == 0:
+            return Choice(
+                "not_applicable",
+                "stage 0 keeps gradients in .grad and has no backward state; DeepSpeed itself refuses loss.backward() there",
+            )
+        return Choice("selected", f"ZeRO-{facts.stage} runs its backward preprocess once a forward, not once a backward")
+
+    def handlers(self) -> dict[type[ev.Event], Any]:
+        return {
+            ev.BackwardBegin: self._begin,
+            ev.GraphReached: self._reached,
+            ev.BackwardEnd: self._end,
+            ev.BackwardAborted: self._aborted,
+            ev.ZeroGrad: self._zero_grad,
+            ev.StepEnd: self._step,
+        }
+
+    def _begin(self, event: ev.BackwardBegin) -> Iterable[Outcome]:
+        self.checks += 1
+        self.window += 1
+        self.by.add(event.by)
+        if self.aborted and self.repair:
+            yield self._unfinished()
+            yield Request(Action.DROP_UNFINISHED)
+        if event.again and self.repair:
+            yield Request(Action.REARM_BACKWARD)
+
+    def _reached(self, event: ev.GraphReached) -> Iterable[Outcome]:
+        if not event.again:
+            return
+        if self.repair:
+            yield Request(Action.RESTORE_COUNTERS, (event.forward,))
+        elif not self.pattern:
+            how = " and ".join(sorted(self.by))
+            self.pattern = f"backward {event.again + 1} over the graph of forward {event.forward}, by {how}"
+
+    def _end(self, event: ev.BackwardEnd) -> Iterable[Outcome]:
+        if not self.repair and self.window > 1 and not self.reported and self.pattern:
+            self.reported = True
+            yield self.finding(
+                "second_backward",
+                "error",
+                expected="one backward over each forward's graph, or a preprocess and an epilogue for each backward",
+                seen=self.pattern,
+                effect="the update is silently wrong, or DeepSpeed crashes here or one step later",
+                cause="DeepSpeed prepares a backward once per forward; the second one over a retained graph runs without it",
+                remedy=REMEDY,
+            )
+
+    def _aborted(self, event: ev.BackwardAborted) -> Iterable[Outcome]:
+        self.aborted = event.error
+        return ()
+
+    def _zero_grad(self, event: ev.ZeroGrad) -> Iterable[Outcome]:
+        """zero_grad after an exception is the right thing to do: what is left goes, and nobody is told off."""
+        if self.aborted:
+            self.aborted = ""
+            if self.repair:
+                yield Request(Action.DROP_UNFINISHED)
+
+    def _unfinished(self) -> Outcome:
+        error, self.aborted = self.aborted, ""
+        return self.finding(
+            "unfinished_backward",
+            "warning",
+            expected="every backward that began reaches its epilogue",
+            seen=error,
+            effect="DeepSpeed keeps half-reduced gradients and the next backward crashes or adds to them",
+            cause="an exception left a backward and the loop went on",
+            remedy="call engine.zero_grad() where you catch the exception, before the next forward",
+            repaired=self.repair,
+        )
+
+    def _step(self, event: ev.StepEnd) -> Iterable[Outcome]:
+        self.step = event.step
+        self.checks += 1
+        state = self.engine.backward_state()
+        if self.aborted:
+            yield self._unfinished()
+        elif not state.at_rest:
+            yield self.finding(
+                "backward_state_left_over",
+                "warning" if self.repair else "error",
+                expected="backward depth 0, no expected gradient hooks left",
+                seen=f"depth {state.depth}, expected hooks {state.hooks}, after {self.window} backward(s)",
+                effect="the next step's backward runs with this step's state",
+                cause=self.pattern or "a backward was entered more often than it was left",
+                remedy=REMEDY,
+                repaired=self.repair,
+            )
+        if self.repair:
+            yield Request(Action.REST_BACKWARD)
+        self.window = 0
+        self.by.clear()
+        self.pattern = ""

@@ -1,0 +1,1 @@
+"""What a session shows: the summary table."""

@@ -1,0 +1,346 @@
+"""The one runner: binds an engine, the guards that were selected and the sinks."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from zeroguard import events as ev
+from zeroguard.backends.base import Engine, Request
+from zeroguard.collective import ranks_with
+from zeroguard.config import GUARDS, GuardConfig, load_config
+from zeroguard.errors import (
+    AlreadyGuardedError,
+    EngineNotFoundError,
+    GuardUnavailableError,
+    GuardViolation,
+    SessionClosedError,
+)
+from zeroguard.findings import Finding, Repair
+from zeroguard.guards.base import Guard
+from zeroguard.report.summary import GuardStats, Summary
+from zeroguard.sinks import JsonLinesSink, JsonLinesSinkConfig, LoggingSink, Sink, as_sink
+
+if TYPE_CHECKING:
+    from zeroguard.report.summary import Row
+
+__all__ = ["Selection", "Session", "guard"]
+
+_MARK = "_zeroguard_session"
+
+
+class Selection(dict[str, str]):
+    """Guard name -> why it was chosen or left out. ``selected`` are the names of those that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.selected: list[str] = []
+
+    def __str__(self) -> str:
+        return "\n".join(f"{'+' if n in self.selected else '-'} {n}: {why}" for n, why in self.items())
+
+
+class Session:
+    """Guards at work on one engine; made by :func:`zeroguard.guard`, or from a backend of :mod:`zeroguard.testing`.
+
+    Attributes:
+        findings: warnings and errors of this rank, oldest first.
+        repairs: what was put right, by guard, step and parameter. A repair is not a finding.
+        selection: why each guard was chosen or left out.
+    """
+
+    def __init__(
+        self, backend: Any, config: GuardConfig, *, sinks: Sequence[object] = (), unavailable: dict[str, str] | None = None
+    ) -> None:
+        self.config = config
+        self.findings: list[Finding] = []
+        self.repairs: list[Repair] = []
+        self.selection = Selection()
+        self.closed = False
+        self.phase = ev.Phase.BETWEEN
+        self._backend: Engine = backend
+        self._unavailable = unavailable or {}
+        self._stats: dict[str, GuardStats] = {}
+        self._guards: list[Guard] = []
+        self._table: dict[type[ev.Event], list[tuple[Guard, GuardStats, Any]]] = {}
+        self._pending: list[Finding] = []
+        self._failed = False
+        self._on_close: list[Callable[[], None]] = []
+        self._select()
+        self._sinks = self._open_sinks(sinks)
+
+    # -- choosing ----------------------------------------------------------------------------------------------------
+
+    def _select(self) -> None:
+        facts = self._backend.facts
+        named = {choice.name: choice for choice in self.config.guards or ()}
+        for name, cls in GUARDS.items():
+            stats = self._stats[name] = GuardStats(name)
+            if self.config.guards is not None and name not in named:
+                self.selection[name] = stats.note = "not in the configured list"
+                continue
+            options = named.get(name) or cls.Config()
+            choice = cls.choose(facts, options)
+            reason = self._unavailable.get(name, choice.reason)
+            if choice.status == "not_applicable" and name in named:
+                raise GuardUnavailableError(
+                    f"guard {name!r} was asked for by name but cannot act on this engine: {choice.reason}. Take it out of "
+                    f"guards, or leave guards out to have the right ones chosen.",
+                    guard=name,
+                )
+            self.selection[name] = stats.note = reason
+            if choice.status != "selected" or name in self._unavailable:
+                stats.state = "unavailable" if name in self._unavailable else choice.status.replace("_", " ")
+                continue
+            self.selection.selected.append(name)
+            stats.state = "on"
+            stats.note = ""
+            self._add(cls(options, self._backend), stats)
+
+    def _add(self, guard_: Guard, stats: GuardStats) -> None:
+        self._guards.append(guard_)
+        for event, handler in guard_.handlers().items():
+            self._table.setdefault(event, []).append((guard_, stats, handler))
+
+    def _open_sinks(self, extra: Sequence[object]) -> list[Sink]:
+        made: list[Sink] = []
+        for config in self.config.sinks:
+            made.append(
+                JsonLinesSink(config, self._backend.facts.rank)
+                if isinstance(config, JsonLinesSinkConfig)
+                else LoggingSink(config)
+            )
+        return made + [as_sink(item) for item in extra]
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def emit(self, event: ev.Event) -> None:
+        """LOCAL. Feed one event to the guards; called by the backend."""
+        self._move(event)
+        for guard_, stats, handler in self._table.get(type(event), ()):
+            began = perf_counter()
+            stats.events += 1
+            for outcome in handler(event):
+                if isinstance(outcome, Request):
+                    self._repair(guard_, stats, outcome)
+                else:
+                    self._found(stats, outcome)
+            stats.checks = guard_.checks
+            stats.seconds += perf_counter() - began
+
+    def _move(self, event: ev.Event) -> None:
+        phase = _PHASES.get(type(event))
+        if phase is not None:
+            self.phase = phase
+
+    def _repair(self, guard_: Guard, stats: GuardStats, request: Request) -> None:
+        done = getattr(self._backend, request.action.value)(*request.args)
+        for item in done:
+            if item.routine:
+                continue
+            stats.repairs += 1
+            facts = self._backend.facts
+            repair = Repair(guard_.name, item.kind, facts.rank, guard_.step, item.parameters, item.detail)
+            if len(self.repairs) < self.config.max_findings:
+                self.repairs.append(repair)
+            self._write(repair)
+
+    def _found(self, stats: GuardStats, finding: Finding) -> None:
+        stats.findings += 1
+        if len(self.findings) < self.config.max_findings:
+            self.findings.append(finding)
+        if finding.severity == "error" and not finding.repaired:
+            self._pending.append(finding)
+        if self.config.on_violation != "record":
+            self._write(finding)
+
+    def _write(self, record: Finding | Repair) -> None:
+        for sink in self._sinks:
+            sink.write(record)
+
+    def decide(self) -> None:
+        """COLLECTIVE with ``agree`` and ``on_violation: raise``: stop, on all ranks, if one has found an error.
+
+        Called by the backend at the end of every optimizer step, which all ranks reach.
+
+        Raises:
+            GuardViolation: with this rank's findings; without any on ranks that only follow.
+        """
+        if self.config.on_violation != "raise":
+            self._pending.clear()
+            return
+        facts = self._backend.facts
+        mine = bool(self._pending)
+        ranks: Sequence[int] = [facts.rank] if mine else []
+        if self.config.agree:
+            ranks = ranks_with(mine, world_size=facts.world_size, device=facts.accelerator)
+        if not ranks:
+            return
+        pending, self._pending = self._pending, []
+        step = pending[0].step if pending else max((g.step for g in self._guards), default=0)
+        raise GuardViolation(pending, ranks=ranks, step=step)
+
+    # -- what a user calls -----------------------------------------------------------------------------------------------
+
+    def host_read(self, *tensors: Any) -> contextlib.AbstractContextManager[None]:
+        """LOCAL. Return once these host tensors (all offloaded gradients, if none is given) are safe to read.
+
+        Works as a call, ``session.host_read(t)``, and as ``with session.host_read(t):``; the wait happens in the call. Where the guard
+        is not needed (the accelerator resolves dependencies, or nothing is offloaded) it returns at once.
+
+        Raises:
+            SessionClosedError: after close.
+        """
+        if self.closed:
+            raise SessionClosedError("session.host_read() after close: read inside the 'with zeroguard.guard(...)' block")
+        self.emit(ev.HostRead("session.host_read"))
+        return contextlib.nullcontext()
+
+    def summary(self) -> Summary:
+        """LOCAL. A table with one row a guard; ``str`` of it is text, ``rows`` is data."""
+        return Summary(self._backend.facts, [stats.row() for stats in self._stats.values()])
+
+    @property
+    def rows(self) -> list[Row]:
+        """The summary's rows."""
+        return self.summary().rows
+
+    def close(self) -> None:
+        """LOCAL. Give everything back that was wrapped. Idempotent; the context manager calls it, also when the loop raised.
+
+        No collective is called and, after an exception, nothing is waited for.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        try:
+            self.emit(ev.Close(self._failed))
+        finally:
+            for action in reversed(self._on_close):
+                action()
+            for sink in self._sinks:
+                sink.close()
+
+    def __enter__(self) -> Session:
+        if self.closed:
+            raise SessionClosedError("this session is closed; call zeroguard.guard(engine) again")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._failed = self._failed or kind is not None
+        self.close()
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self.findings)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        return f"<zeroguard.Session {state}, {len(self.findings)} findings, {len(self.repairs)} repairs>"
+
+
+_PHASES: dict[type[ev.Event], ev.Phase] = {
+    ev.ForwardBegin: ev.Phase.FORWARD,
+    ev.ForwardEnd: ev.Phase.BETWEEN,
+    ev.BackwardBegin: ev.Phase.BACKWARD,
+    ev.BackwardEnd: ev.Phase.BETWEEN,
+    ev.BackwardAborted: ev.Phase.BETWEEN,
+    ev.StepBegin: ev.Phase.STEP,
+    ev.StepEnd: ev.Phase.BETWEEN,
+    ev.CheckpointBegin: ev.Phase.CHECKPOINT,
+    ev.Close: ev.Phase.CLOSED,
+}
+
+
+def guard(engine: Any, config: GuardConfig | dict[str, Any] | str | Path | None = None, *, sinks: Sequence[object] = ()) -> Session:
+    """Guard an engine. LOCAL. Use as ``with zeroguard.guard(engine) as session:``.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned, or something that leads to it.
+        config: a :class:`zeroguard.GuardConfig`, a dict, a path to a YAML, JSON or TOML file, or None to have the guards that
+            apply to this engine chosen.
+        sinks: further places for findings and repairs: functions of one argument, or objects with ``write`` and ``close``.
+
+    Raises:
+        EngineNotFoundError: there is no DeepSpeed engine; the message says what was looked at.
+        AlreadyGuardedError: the engine has an open session.
+        GuardUnavailableError: a guard that was asked for cannot act on this engine, or this DeepSpeed release lacks an attribute.
+        ConfigError: the configuration is wrong.
+    """
+    from zeroguard.backends import deepspeed as door
+
+    settings = load_config(config)
+    found, looked = door.find_engine(engine)
+    if found is None:
+        raise EngineNotFoundError(
+            f"no DeepSpeed engine in {engine!r:.120}. Looked at: {', '.join(looked)}. Give zeroguard.guard what deepspeed.initialize returned."
+        )
+    if vars(found).get(_MARK) is not None:
+        raise AlreadyGuardedError(
+            "this engine already has an open zeroguard session; close it first (session.close()) or leave its 'with' block"
+        )
+    facts = door.facts_of(found)
+    backend = door.open_backend(found, facts)
+    unavailable = _unavailable(door, found, facts, settings)
+    session = Session(backend, settings, sinks=sinks, unavailable=unavailable)
+    vars(found)[_MARK] = session
+    session._on_close.append(lambda: vars(found).pop(_MARK, None))
+    session._on_close.append(lambda: _detach(backend))
+    try:
+        _attach(session, backend)
+    except BaseException:
+        session.close()
+        raise
+    return session
+
+
+def _attach(session: Session, backend: Any) -> None:
+    options = {guard_.name: guard_.config for guard_ in session._guards}
+    repairing = [name for name, option in options.items() if getattr(option, "action", "repair") == "repair"]
+    reads = options.get("host_read")
+    backend.after_step = session.decide
+    backend.copies.on_read = lambda what: session.emit(ev.HostRead(what))
+    backend.attach(
+        session.emit,
+        list(options),
+        repairing=repairing,
+        transparent_reads=reads is not None and reads.mode == "transparent",
+    )
+
+
+def _detach(backend: Any) -> None:
+    left = backend.detach()
+    if left:
+        warnings.warn(
+            f"zeroguard left {', '.join(left)} as they are: something else replaced them after zeroguard did. "
+            "zeroguard's part of them only calls through now.",
+            stacklevel=3,
+        )
+
+
+def _unavailable(door: Any, engine: Any, facts: Any, settings: GuardConfig) -> dict[str, str]:
+    named = None if settings.guards is None else {choice.name for choice in settings.guards}
+    out: dict[str, str] = {}
+    for name, cls in GUARDS.items():
+        if named is not None and name not in named:
+            continue
+        if cls.choose(facts, cls.Config()).status != "selected":
+            continue
+        gone = door.missing(engine, name, stage=facts.stage, version=facts.deepspeed_version, offload=facts.offload)
+        if not gone:
+            continue
+        what = "; ".join(f"{item.owner}.{item.name} ({item.lost})" for item in gone)
+        text = (
+            f"guard {name!r} is unavailable on DeepSpeed {facts.deepspeed_version}: missing {what}. "
+            f"Verified releases: {', '.join(door.VERIFIED)}. Install one of them, or set on_unavailable: warn to go on without this guard."
+        )
+        if settings.on_unavailable == "raise":
+            raise GuardUnavailableError(text, guard=name, missing=[f"{i.owner}.{i.name}" for i in gone])
+        out[name] = text
+    return out
