@@ -332,7 +332,7 @@ def _unavailable(door: Any, engine: Any, facts: Any, settings: GuardConfig) -> d
             continue
         if cls.choose(facts, cls.Config()).status != "selected":
             continue
-        gone = door.missing(engine, name, stage=facts.stage, version=facts.deepspeed_version, offload=facts.offload)
+        gone = door.missing(engine, name, layout=facts.layout, version=facts.deepspeed_version, offload=facts.offload)
         if not gone:
             continue
         what = "; ".join(f"{item.owner}.{item.name} ({item.lost})" for item in gone)

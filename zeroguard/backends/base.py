@@ -33,7 +33,7 @@ class EngineFacts:
         optimizer: class name of ``engine.optimizer``.
         deepspeed_version: release of DeepSpeed.
         torch_version: release of torch.
-        torch_style_backward: whether DeepSpeed supports ``loss.backward()`` on this engine.
+        output_hooks: whether DeepSpeed prepares a backward from hooks on the forward's outputs (from 0.18).
         own_copy_events: whether DeepSpeed keeps events of its pending offload copies (from 0.19.8).
     """
 
@@ -51,13 +51,18 @@ class EngineFacts:
     optimizer: str = ""
     deepspeed_version: str = ""
     torch_version: str = ""
-    torch_style_backward: bool = True
+    output_hooks: bool = True
     own_copy_events: bool = False
 
     @property
     def offload(self) -> bool:
         """Whether the optimizer's state and gradients live outside the accelerator."""
         return self.offload_optimizer != "none"
+
+    @property
+    def layout(self) -> int | str:
+        """Where gradients live: the stage, or ``bf16`` for BF16_Optimizer, which is a ZeRO-1 of its own."""
+        return "bf16" if self.optimizer == "BF16_Optimizer" else self.stage
 
     def describe(self) -> str:
         """One phrase for texts, such as ``ZeRO-2, optimizer on cpu (pinned), bfloat16, 8 ranks``."""

@@ -33,7 +33,7 @@ class RetainedGraphGuard(Guard):
     """Resets the backward preprocess state.
 
     Source of the claim: docs/faults/retained_graph.md, with the measured table; DeepSpeed issues 7352 and pull requests 8045 and 8135.
-    Stages 1 to 3. LOCAL.
+    Stages 0 to 3. LOCAL.
     """
 
     name = "retained_graph"
@@ -51,10 +51,9 @@ class RetainedGraphGuard(Guard):
     @classmethod
     def choose(cls, facts: EngineFacts, config: Any) -> Choice:
         if facts.stage == 0:
-            return Choice(
-                "not_applicable",
-                "stage 0 keeps gradients in .grad and has no backward state; DeepSpeed itself refuses loss.backward() there",
-            )
+            if facts.dtype == "float16" or not facts.output_hooks:
+                return Choice("not_applicable", f"{facts.describe()} has no backward state outside PyTorch's own")
+            return Choice("selected", "at stage 0 DeepSpeed refuses loss.backward(), as nothing would run its epilogue")
         return Choice("selected", f"ZeRO-{facts.stage} runs its backward preprocess once a forward, not once a backward")
 
     def handlers(self) -> dict[type[ev.Event], Any]:

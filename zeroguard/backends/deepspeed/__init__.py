@@ -76,7 +76,7 @@ def facts_of(engine: Any) -> EngineFacts:
         optimizer=type(optimizer).__name__,
         deepspeed_version=sys.modules["deepspeed"].__version__,
         torch_version=torch.__version__,
-        torch_style_backward=bool(getattr(engine, "_support_torch_style_backward", False)),
+        output_hooks=hasattr(engine, "_backward_prologue_per_tensor"),
         own_copy_events=hasattr(optimizer, "_pending_offload_events"),
     )
 

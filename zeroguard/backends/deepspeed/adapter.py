@@ -11,6 +11,7 @@ import torch
 from zeroguard import events as ev
 from zeroguard.backends.base import BackwardState, Done, EngineFacts, ParamStatus
 from zeroguard.backends.deepspeed.backward import BackwardTracker, Forward
+from zeroguard.backends.deepspeed.bf16 import Bf16Accumulators
 from zeroguard.backends.deepspeed.copies import HostCopies, WaitingDict, WaitingList
 from zeroguard.backends.deepspeed.params import ParamWatch
 from zeroguard.backends.deepspeed.plain import Accumulators
@@ -47,6 +48,8 @@ class DeepSpeedBackend:
         self.accumulators = self._accumulators(fresh)
 
     def _accumulators(self, fresh: bool) -> Accumulators:
+        if self.facts.layout == "bf16":
+            return Bf16Accumulators(self.engine, self.names)
         if self.facts.stage == 3:
             return Zero3Accumulators(self.engine, self.names, self.copies.wait, fresh=fresh)
         if self.facts.stage in (1, 2):
@@ -66,7 +69,7 @@ class DeepSpeedBackend:
         method(engine, "backward", self._wrap_backward)
         method(engine, "step", self._wrap_engine_step)
         method(optimizer, "step", self._wrap_optimizer_step)
-        if wanted & GRADIENT_GUARDS and self.facts.stage > 0:
+        if wanted & GRADIENT_GUARDS:
             self._attach_gradients()
         if "accumulator_reset" in wanted:
             method(engine, "zero_grad", self._wrap_zero_grad("engine"))
@@ -81,7 +84,8 @@ class DeepSpeedBackend:
 
     def _attach_gradients(self) -> None:
         method = self.patches.method
-        method(self.optimizer, "reduce_independent_p_g_buckets_and_remove_grads", self._wrap_reduce)
+        if self.facts.layout in (1, 2, 3):
+            method(self.optimizer, "reduce_independent_p_g_buckets_and_remove_grads", self._wrap_reduce)
         method(self.engine, "_backward_epilogue", self._wrap_epilogue)
         if hasattr(self.engine, "_backward_prologue_per_tensor"):
             method(self.engine, "_backward_prologue", self._wrap_prologue)
@@ -252,7 +256,7 @@ class DeepSpeedBackend:
             self._prologue()
 
     def _wrap_prologue(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        self._prologue = original
+        self._prologue = self._with_epilogue(original) if self.facts.stage == 0 else original
 
         def prologue(*args: Any, **kwargs: Any) -> Any:
             self._from_hook()
@@ -263,7 +267,25 @@ class DeepSpeedBackend:
             if running.prologue_done:
                 return None
             running.prologue_done = True
-            return original(*args, **kwargs)
+            return self._prologue(*args, **kwargs)
+
+        return prologue
+
+    def _with_epilogue(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Stage 0: DeepSpeed refuses loss.backward() there, because nothing would run its epilogue; here something does."""
+        engine = self.engine
+
+        def prologue(*args: Any, **kwargs: Any) -> Any:
+            supported = engine._support_torch_style_backward
+            if supported or engine._running_engine_backward or engine.fp16_enabled():
+                return original(*args, **kwargs)
+            engine._support_torch_style_backward = True
+            try:
+                out = original(*args, **kwargs)
+            finally:
+                engine._support_torch_style_backward = supported
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: engine._backward_epilogue())
+            return out
 
         return prologue
 

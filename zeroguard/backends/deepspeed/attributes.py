@@ -29,7 +29,7 @@ class Attribute:
         owner: ``engine``, ``optimizer``, ``hook_state``, ``module`` or ``param``.
         name: the attribute; private names of classes in their mangled form.
         guards: the guards that cannot act without it.
-        stages: the ZeRO stages where it must exist.
+        stages: the layouts where it must exist: a ZeRO stage, or ``bf16`` for BF16_Optimizer.
         lost: what cannot be done without it.
         since: first release that has it; on older ones it is not asked for, and ``lost`` says what is missing there.
         until: first release that no longer has it.
@@ -39,18 +39,18 @@ class Attribute:
     owner: str
     name: str
     guards: frozenset[str]
-    stages: frozenset[int]
+    stages: frozenset[int | str]
     lost: str
     since: str = ""
     until: str = ""
     offload: bool | None = None
 
-    def wanted(self, guard: str, stage: int, version: str, offload: bool) -> bool:
-        """Whether ``guard`` needs this attribute on an engine of that stage, release and offload."""
+    def wanted(self, guard: str, layout: int | str, version: str, offload: bool) -> bool:
+        """Whether ``guard`` needs this attribute on an engine of that layout, release and offload."""
         here = version_tuple(version)
         return (
             guard in self.guards
-            and stage in self.stages
+            and layout in self.stages
             and (not self.since or here >= version_tuple(self.since))
             and (not self.until or here < version_tuple(self.until))
             and self.offload in (None, offload)
@@ -66,7 +66,7 @@ def _a(
     owner: str,
     name: str,
     guards: Iterable[str],
-    stages: Iterable[int],
+    stages: Iterable[int | str],
     lost: str,
     since: str = "",
     until: str = "",
@@ -76,22 +76,23 @@ def _a(
 
 
 _Z = (1, 2, 3)
+_B = (*_Z, "bf16")
 _S3 = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 TABLE: tuple[Attribute, ...] = (
     # -- the engine ----------------------------------------------------------------------------------------------
-    _a("engine", "forward", ALL, (0, *_Z), "no forward is seen"),
-    _a("engine", "backward", ALL, (0, *_Z), "no engine.backward is seen"),
-    _a("engine", "step", ALL, (0, *_Z), "a violation cannot be raised after the step's bookkeeping"),
-    _a("engine", "zero_grad", {"accumulator_reset"}, _Z, "engine.zero_grad leaves the accumulators as they are"),
-    _a("engine", "_backward_epilogue", GRADIENT, _Z, "the end of a backward is not seen"),
-    _a("engine", "_backward_prologue", GRADIENT, _Z, "a second loss.backward() cannot be re-armed", since="0.18.0"),
-    _a("engine", "_backward_prologue_per_tensor", GRADIENT, _Z, "a second loss.backward() is not seen", since="0.18.0"),
-    _a("engine", "is_gradient_accumulation_boundary", GRADIENT, _Z, "boundary backwards cannot be told apart"),
+    _a("engine", "forward", ALL, (0, *_B), "no forward is seen"),
+    _a("engine", "backward", ALL, (0, *_B), "no engine.backward is seen"),
+    _a("engine", "step", ALL, (0, *_B), "a violation cannot be raised after the step's bookkeeping"),
+    _a("engine", "zero_grad", {"accumulator_reset"}, _B, "engine.zero_grad leaves the accumulators as they are"),
+    _a("engine", "_backward_epilogue", GRADIENT, _B, "the end of a backward is not seen"),
+    _a("engine", "_backward_prologue", GRADIENT, (0, *_B), "a second loss.backward() cannot be re-armed", since="0.18.0"),
+    _a("engine", "_backward_prologue_per_tensor", GRADIENT, (0, *_B), "a second loss.backward() is not seen", since="0.18.0"),
+    _a("engine", "is_gradient_accumulation_boundary", GRADIENT, _B, "boundary backwards cannot be told apart"),
     _a("engine", "save_checkpoint", {"param_status"}, (3,), "no check before a checkpoint"),
     # -- the ZeRO optimizer --------------------------------------------------------------------------------------
-    _a("optimizer", "step", ALL, (0, *_Z), "no optimizer step is seen"),
-    _a("optimizer", "zero_grad", {"accumulator_reset"}, _Z, "optimizer.zero_grad leaves the accumulators as they are"),
+    _a("optimizer", "step", ALL, (0, *_B), "no optimizer step is seen"),
+    _a("optimizer", "zero_grad", {"accumulator_reset"}, _B, "optimizer.zero_grad leaves the accumulators as they are"),
     _a("optimizer", "micro_step_id", GRADIENT, _Z, "accumulating and overwriting backwards cannot be told apart"),
     _a(
         "optimizer",
@@ -100,8 +101,8 @@ TABLE: tuple[Attribute, ...] = (
         _Z,
         "it is not known which parameters received a gradient",
     ),
-    _a("optimizer", "clear_backward_seen_flag", {"retained_graph"}, _Z, "a backward cannot be re-armed", since="0.18.0"),
-    _a("optimizer", "_backward_hook_state", {"retained_graph"}, _Z, "the backward state is not seen", since="0.18.0"),
+    _a("optimizer", "clear_backward_seen_flag", {"retained_graph"}, _B, "a backward cannot be re-armed", since="0.18.0"),
+    _a("optimizer", "_backward_hook_state", {"retained_graph"}, _B, "the backward state is not seen", since="0.18.0"),
     _a("optimizer", "ipg_buckets", {"accumulator_reset"}, _Z, "half-reduced gradients stay behind", since="0.17.0"),
     _a("optimizer", "params_already_reduced", {"accumulator_reset"}, _Z, "half-reduced gradients stay behind"),
     # stages 1 and 2
@@ -154,6 +155,12 @@ TABLE: tuple[Attribute, ...] = (
         since="0.19.8",
         offload=True,
     ),
+    # BF16_Optimizer
+    _a("optimizer", "bf16_groups", {"accumulator_reset"}, ("bf16",), "parameters cannot be listed"),
+    _a("optimizer", "fp32_groups_has_gradients", {"accumulator_reset"}, ("bf16",), "idle parameters are not known"),
+    _a("optimizer", "clear_lp_grads", {"accumulator_reset"}, ("bf16",), "bf16 gradients stay behind"),
+    _a("optimizer", "clear_hp_grads", {"accumulator_reset"}, ("bf16",), "fp32 gradients stay behind"),
+    _a("optimizer", "fp32_groups_flat_partition", {"accumulator_reset"}, ("bf16",), "master weights are not seen"),
     # stage 3
     _a("optimizer", "fp16_groups", {"accumulator_reset", "param_status"}, (3,), "parameters cannot be listed"),
     _a("optimizer", _S3, {"accumulator_reset"}, (3,), "the gradient partitions are not seen"),
@@ -195,10 +202,10 @@ def _owner(name: str, engine: Any) -> Any:
     return next(iter(engine.module.parameters()), None)
 
 
-def missing(engine: Any, guard: str, *, stage: int, version: str, offload: bool) -> list[Attribute]:
+def missing(engine: Any, guard: str, *, layout: int | str, version: str, offload: bool) -> list[Attribute]:
     """LOCAL. The attributes that ``guard`` needs on this engine and that are not there."""
     return [
         item
         for item in TABLE
-        if item.wanted(guard, stage, version, offload) and not hasattr(_owner(item.owner, engine), item.name)
+        if item.wanted(guard, layout, version, offload) and not hasattr(_owner(item.owner, engine), item.name)
     ]
