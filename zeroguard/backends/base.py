@@ -199,8 +199,8 @@ class Engine(Protocol):
         """LOCAL, stages 1 and 2: set aside what earlier boundary backwards of this window produced, to be added."""
         ...
 
-    def flush_pending(self) -> Sequence[Done]:
-        """Same collectives as DeepSpeed's own reduction; stage 1 with overlap_comm: reduce gradients that only
+    def flush_pending(self, boundary: bool) -> Sequence[Done]:
+        """Before DeepSpeed's epilogue. Same collectives as DeepSpeed's own reduction; stage 1 with overlap_comm: reduce gradients that only
         non-boundary backwards produced."""
         ...
 

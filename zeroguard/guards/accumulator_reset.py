@@ -72,8 +72,8 @@ class AccumulatorResetGuard(Guard):
                 self.overwritten += 1
 
     def _reduce(self, event: ev.BackwardReduce) -> Iterable[Outcome]:
-        if self.repair and event.boundary:
-            yield Request(Action.FLUSH_PENDING)
+        if self.repair:
+            yield Request(Action.FLUSH_PENDING, (event.boundary,))
 
     def _end(self, event: ev.BackwardEnd) -> Iterable[Outcome]:
         self.checks += 1

@@ -13,6 +13,7 @@ from zeroguard.backends.base import BackwardState, Done, EngineFacts, ParamStatu
 from zeroguard.backends.deepspeed.backward import BackwardTracker, Forward
 from zeroguard.backends.deepspeed.bf16 import Bf16Accumulators
 from zeroguard.backends.deepspeed.copies import HostCopies, WaitingDict, WaitingList
+from zeroguard.backends.deepspeed.older import drops_micro_batches, keep_micro_batches
 from zeroguard.backends.deepspeed.params import ParamWatch
 from zeroguard.backends.deepspeed.plain import Accumulators
 from zeroguard.backends.deepspeed.wrapping import Patches
@@ -53,7 +54,9 @@ class DeepSpeedBackend:
         if self.facts.stage == 3:
             return Zero3Accumulators(self.engine, self.names, self.copies.wait, fresh=fresh)
         if self.facts.stage in (1, 2):
-            return Zero12Accumulators(self.engine, self.names, self.copies.wait, fresh=fresh)
+            return Zero12Accumulators(
+                self.engine, self.names, self.copies.wait, fresh=fresh, version=self.facts.deepspeed_version
+            )
         return Accumulators(self.engine, self.names)
 
     # -- attach and detach -----------------------------------------------------------------------------------------------
@@ -71,6 +74,9 @@ class DeepSpeedBackend:
         method(optimizer, "step", self._wrap_optimizer_step)
         if wanted & GRADIENT_GUARDS:
             self._attach_gradients()
+        if "accumulator_reset" in self.repairing and self.facts.layout in (1, 2) and self.facts.offload:
+            if drops_micro_batches(self.facts.deepspeed_version):
+                keep_micro_batches(optimizer, method)
         if "accumulator_reset" in wanted:
             method(engine, "zero_grad", self._wrap_zero_grad("engine"))
             method(engine.module, "zero_grad", self._wrap_zero_grad("module"))
@@ -454,9 +460,9 @@ class DeepSpeedBackend:
         with torch.no_grad():
             return self.accumulators.carry()
 
-    def flush_pending(self) -> Sequence[Done]:
+    def flush_pending(self, boundary: bool) -> Sequence[Done]:
         with torch.no_grad():
-            return self.accumulators.flush_pending()
+            return self.accumulators.flush_pending(boundary)
 
     def settle(self, boundary: bool) -> Sequence[Done]:
         with torch.no_grad():

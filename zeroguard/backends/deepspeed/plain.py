@@ -70,7 +70,7 @@ class Accumulators:
         """See :meth:`zeroguard.backends.base.Engine.carry`."""
         return []
 
-    def flush_pending(self) -> list[Done]:
+    def flush_pending(self, boundary: bool) -> list[Done]:
         """See :meth:`zeroguard.backends.base.Engine.flush_pending`."""
         return []
 

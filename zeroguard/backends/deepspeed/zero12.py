@@ -18,18 +18,24 @@ from typing import Any
 import torch
 
 from zeroguard.backends.base import Done
+from zeroguard.backends.deepspeed.older import replaces_micro_batches
 from zeroguard.backends.deepspeed.plain import Accumulators
 
 __all__ = ["Zero12Accumulators"]
 
 
+#: On releases that look at averaged_gradients to decide between replacing and adding: add.
+_ADD: tuple[()] = ()
+
+
 class Zero12Accumulators(Accumulators):
     """Accumulators of DeepSpeedZeroOptimizer. ``wait`` returns once pending device-to-host copies have landed."""
 
-    def __init__(self, engine: Any, names: dict[int, str], wait: Any, *, fresh: bool) -> None:
+    def __init__(self, engine: Any, names: dict[int, str], wait: Any, *, fresh: bool, version: str) -> None:
         super().__init__(engine, names)
         opt = self.optimizer
         self.wait = wait
+        self.replaces = replaces_micro_batches(version)
         self.offload = bool(opt.cpu_offload)
         self.partitions = bool(opt.partition_gradients)
         # The list object may be replaced by one that waits; the parameters in it stay.
@@ -44,6 +50,7 @@ class Zero12Accumulators(Accumulators):
         self.missed: set[int] = set()
         self.last: set[int] = set()
         self.carried: dict[int, Any] = {}
+        self.cleared = False
 
     # -- places ----------------------------------------------------------------------------------------------------
 
@@ -98,6 +105,15 @@ class Zero12Accumulators(Accumulators):
 
     def consumed(self) -> None:
         super().consumed()
+        opt = self.optimizer
+        if self.cleared and not self.offload:
+            # A step after zero_grad without a backward steps with zero gradients, not with None.
+            for group, size in enumerate(opt.partition_size):
+                if opt.averaged_gradients.get(group) is None:
+                    place = self.masters[group].device
+                    zeros = torch.zeros(int(size), dtype=opt.gradient_accumulation_dtype, device=place)
+                    opt.averaged_gradients[group] = [zeros]
+        self.cleared = False
         # Unmanaged accumulation: engine.step() has just copied everything that was held.
         self.dirty |= self.held
         self.held.clear()
@@ -124,6 +140,7 @@ class Zero12Accumulators(Accumulators):
             if not self.offload:
                 if opt.averaged_gradients.get(group) is not None:
                     self.carried[group] = opt.averaged_gradients[group]
+                    opt.averaged_gradients[group] = None
                 continue
             self.wait()
             held = self.carried.get(group)
@@ -135,9 +152,13 @@ class Zero12Accumulators(Accumulators):
             self.held.clear()
         return []
 
-    def flush_pending(self) -> list[Done]:
+    def flush_pending(self, boundary: bool) -> list[Done]:
         opt = self.optimizer
-        if self.partitions or not opt.overlap_comm:
+        if self.replaces and not self.offload:
+            for group, kept in opt.all_grad_tensors.items():
+                if kept is not None and opt.averaged_gradients.get(group) is None:
+                    opt.averaged_gradients[group] = _ADD
+        if not boundary or self.partitions or not opt.overlap_comm:
             return []
         found: set[int] = set()
         for key, (param, group) in self.params.items():
@@ -161,6 +182,9 @@ class Zero12Accumulators(Accumulators):
 
     def settle(self, boundary: bool) -> list[Done]:
         done: list[Done] = []
+        for group, grads in self.optimizer.averaged_gradients.items():
+            if grads is _ADD:
+                self.optimizer.averaged_gradients[group] = None
         if self.offload:
             self._zero_old_accumulators()
             if boundary:
@@ -224,8 +248,9 @@ class Zero12Accumulators(Accumulators):
                 added |= mine
                 continue
             fresh = opt.averaged_gradients.get(group)
-            if fresh is None or fresh is earlier:
-                continue  # older releases add up by themselves
+            if fresh is None:
+                self.carried[group] = earlier
+                continue
             for new, old in zip(fresh, earlier, strict=True):
                 if not getattr(new, "_zero_padding", False):
                     new.add_(old)
@@ -256,12 +281,10 @@ class Zero12Accumulators(Accumulators):
             opt.local_overflow = False
             if hasattr(opt, "_offload_accumulated_param_ids"):
                 opt._offload_accumulated_param_ids = set()
-        for grads in opt.averaged_gradients.values():
-            flat = getattr(grads, "flat_partition", None)
-            for tensor in () if grads is None else (flat,) if flat is not None else grads:
-                tensor.zero_()
-        for group in getattr(opt, "all_grad_tensors", {}):
-            opt.all_grad_tensors[group] = None
+        self.cleared = bool(opt.averaged_gradients)
+        for table in (opt.averaged_gradients, getattr(opt, "all_grad_tensors", {})):
+            for group in table:
+                table[group] = None
         for param, _ in self.params.values():
             param.grad_accum = None
         self.reset_window()
