@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from zeroguard.errors import ConfigError
 from zeroguard.guards.accumulator_reset import AccumulatorResetConfig, AccumulatorResetGuard
@@ -38,7 +37,8 @@ class GuardConfig(GuardModel):
     """The guards, each with its options; left out, the ones that the engine needs are chosen."""
     on_violation: Literal["raise", "warn", "record"] = "raise"
     """What a finding of severity error does: ``raise`` a GuardViolation on every rank at the end of the step, ``warn`` through the
-    logger, or only ``record`` it."""
+    logger, or only ``record`` it in ``session.findings`` and the other sinks. What is found when the session closes is never
+    raised: another rank could be left waiting."""
     on_unavailable: Literal["raise", "warn"] = "raise"
     """What happens when a guard cannot act on this DeepSpeed release: ``raise`` an error that names the missing attribute, or ``warn`` and
     go on without it."""
@@ -49,6 +49,18 @@ class GuardConfig(GuardModel):
     """How many findings, and how many repairs, are kept; later ones are only counted."""
     sinks: tuple[SinkChoice, ...] = (LoggingSinkConfig(),)
     """Where findings go besides ``session.findings``."""
+
+    @field_validator("guards", mode="after")
+    @classmethod
+    def _once_each(cls, guards: tuple[GuardChoice, ...] | None) -> tuple[GuardChoice, ...] | None:
+        names = [choice.name for choice in guards or ()]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            # Which of the two would count cannot be seen in the file.
+            raise ValueError(
+                f"{', '.join(map(repr, twice))} stands there twice; allowed: each guard once, with all its options"
+            )
+        return guards
 
 
 def load_config(source: GuardConfig | dict[str, Any] | str | Path | None) -> GuardConfig:
@@ -65,9 +77,13 @@ def load_config(source: GuardConfig | dict[str, Any] | str | Path | None) -> Gua
     if isinstance(source, str | Path):
         where = f"{source}: "
         source = _read(Path(source))
+        if not isinstance(source, dict):
+            raise ConfigError(
+                f"{where}holds {type(source).__name__} ({source!r}); a mapping of keys to values is needed"
+            )
     if not isinstance(source, dict):
         raise ConfigError(
-            f"{where}a configuration is a GuardConfig, a dict, a path or None, not {type(source).__name__} ({source!r})"
+            f"a configuration is a GuardConfig, a dict, a path or None, not {type(source).__name__} ({source!r})"
         )
     try:
         return GuardConfig.model_validate(source)
@@ -79,9 +95,9 @@ def load_config(source: GuardConfig | dict[str, Any] | str | Path | None) -> Gua
 def _read(path: Path) -> Any:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; give a .yaml, .yml, .json or .toml file")
-    text = path.read_text(encoding="utf-8")
     suffix = path.suffix.lower()
     try:
+        text = path.read_text(encoding="utf-8")
         if suffix == ".json":
             return json.loads(text)
         if suffix == ".toml":
@@ -89,7 +105,8 @@ def _read(path: Path) -> Any:
         if suffix in (".yaml", ".yml"):
             import yaml
 
-            return yaml.safe_load(text) or {}
+            data = yaml.safe_load(text)
+            return {} if data is None else data  # an empty file; not "or", which takes [] and false for one too
     except ImportError as error:
         raise ConfigError(f"{path}: reading this file needs a package that is missing: {error}") from error
     except ValueError as error:
@@ -102,13 +119,14 @@ def _read(path: Path) -> Any:
 
 
 def _toml(text: str) -> Any:
-    if sys.version_info >= (3, 11):
-        import tomllib
+    import tomllib
 
-        return tomllib.loads(text)
-    import tomli
+    return tomllib.loads(text)
 
-    return tomli.loads(text)
+
+#: What pydantic calls an entry of a list of guards or sinks that does not say which one it is.
+_UNNAMED = ("union_tag_not_found", "model_attributes_type")
+_NAMES = {"guards": tuple(GUARDS), "sinks": ("logging", "jsonl")}
 
 
 def _explain(error: ValidationError) -> Iterable[str]:
@@ -118,7 +136,10 @@ def _explain(error: ValidationError) -> Iterable[str]:
         context = item.get("ctx", {})
         allowed = context.get("expected") or context.get("expected_tags")
         message = item["msg"].removeprefix("Value error, ")
-        if allowed:
+        if item["type"] in _UNNAMED and item["loc"] and item["loc"][0] in _NAMES:
+            names = ", ".join(map(repr, _NAMES[item["loc"][0]]))
+            yield f"{key}: {item['input']!r} has no key 'name'; allowed: a mapping with a name out of {names}"
+        elif allowed:
             yield f"{key}: {item['input']!r} is not allowed; allowed: {allowed}"
         elif item["type"] == "value_error":
             yield f"{key}: {message}"

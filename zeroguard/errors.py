@@ -14,7 +14,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zeroguard.findings import Finding
@@ -64,6 +65,10 @@ class GuardUnavailableError(ZeroGuardError):
         self.guard = guard
         self.missing = tuple(missing)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exception's own calls __init__ with the message alone; launchers and pools pickle a worker's exception.
+        return (partial(type(self), guard=self.guard, missing=self.missing), self.args)
+
 
 class GuardViolation(ZeroGuardError):
     """One or more findings that make it wrong to go on.
@@ -82,6 +87,9 @@ class GuardViolation(ZeroGuardError):
         self.ranks = tuple(ranks)
         self.step = step
         super().__init__(self._text())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (partial(type(self), ranks=self.ranks, step=self.step), (self.findings,))
 
     def _text(self) -> str:
         if self.findings:

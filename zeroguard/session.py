@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Selection", "Session", "guard"]
 
 _MARK = "_zeroguard_session"
+_GO_ON = ", or set on_unavailable: warn to go on without this guard."
 
 
 class Selection(dict[str, str]):
@@ -55,7 +56,12 @@ class Session:
     """
 
     def __init__(
-        self, backend: Any, config: GuardConfig, *, sinks: Sequence[object] = (), unavailable: dict[str, str] | None = None
+        self,
+        backend: Any,
+        config: GuardConfig,
+        *,
+        sinks: Sequence[object] = (),
+        unavailable: dict[str, str] | None = None,
     ) -> None:
         self.config = config
         self.findings: list[Finding] = []
@@ -108,6 +114,7 @@ class Session:
             self._table.setdefault(event, []).append((guard_, stats, handler))
 
     def _open_sinks(self, extra: Sequence[object]) -> list[Sink]:
+        given = [as_sink(item) for item in extra]  # first: a wrong one must not leave files open
         made: list[Sink] = []
         for config in self.config.sinks:
             made.append(
@@ -115,7 +122,7 @@ class Session:
                 if isinstance(config, JsonLinesSinkConfig)
                 else LoggingSink(config)
             )
-        return made + [as_sink(item) for item in extra]
+        return made + given
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -154,14 +161,14 @@ class Session:
         stats.findings += 1
         if len(self.findings) < self.config.max_findings:
             self.findings.append(finding)
-        if finding.severity == "error" and not finding.repaired:
+        if finding.severity == "error" and not finding.repaired and len(self._pending) < self.config.max_findings:
             self._pending.append(finding)
-        if self.config.on_violation != "record":
-            self._write(finding)
+        self._write(finding)
 
     def _write(self, record: Finding | Repair) -> None:
         for sink in self._sinks:
-            sink.write(record)
+            if self.config.on_violation != "record" or not isinstance(sink, LoggingSink):
+                sink.write(record)
 
     def decide(self) -> None:
         """COLLECTIVE with ``agree`` and ``on_violation: raise``: stop, on all ranks, if one has found an error.
@@ -197,7 +204,9 @@ class Session:
             SessionClosedError: after close.
         """
         if self.closed:
-            raise SessionClosedError("session.host_read() after close: read inside the 'with zeroguard.guard(...)' block")
+            raise SessionClosedError(
+                "session.host_read() after close: read inside the 'with zeroguard.guard(...)' block"
+            )
         self.emit(ev.HostRead("session.host_read"))
         return contextlib.nullcontext()
 
@@ -218,13 +227,13 @@ class Session:
         if self.closed:
             return
         self.closed = True
-        try:
-            self.emit(ev.Close(self._failed))
-        finally:
-            for action in reversed(self._on_close):
-                action()
+        # The stack runs them all, last one first, also when one raises.
+        with contextlib.ExitStack() as stack:
             for sink in self._sinks:
-                sink.close()
+                stack.callback(sink.close)
+            for action in self._on_close:
+                stack.callback(action)
+            self.emit(ev.Close(self._failed))
 
     def __enter__(self) -> Session:
         if self.closed:
@@ -258,7 +267,9 @@ _PHASES: dict[type[ev.Event], ev.Phase] = {
 }
 
 
-def guard(engine: Any, config: GuardConfig | dict[str, Any] | str | Path | None = None, *, sinks: Sequence[object] = ()) -> Session:
+def guard(
+    engine: Any, config: GuardConfig | dict[str, Any] | str | Path | None = None, *, sinks: Sequence[object] = ()
+) -> Session:
     """Guard an engine. LOCAL. Use as ``with zeroguard.guard(engine) as session:``.
 
     Args:
@@ -286,8 +297,9 @@ def guard(engine: Any, config: GuardConfig | dict[str, Any] | str | Path | None 
             "this engine already has an open zeroguard session; close it first (session.close()) or leave its 'with' block"
         )
     facts = door.facts_of(found)
-    backend = door.open_backend(found, facts)
+    # Before the backend, which already reads what may be missing.
     unavailable = _unavailable(door, found, facts, settings)
+    backend = door.open_backend(found, facts)
     session = Session(backend, settings, sinks=sinks, unavailable=unavailable)
     vars(found)[_MARK] = session
     session._on_close.append(lambda: vars(found).pop(_MARK, None))
@@ -338,9 +350,11 @@ def _unavailable(door: Any, engine: Any, facts: Any, settings: GuardConfig) -> d
         what = "; ".join(f"{item.owner}.{item.name} ({item.lost})" for item in gone)
         text = (
             f"guard {name!r} is unavailable on DeepSpeed {facts.deepspeed_version}: missing {what}. "
-            f"Verified releases: {', '.join(door.VERIFIED)}. Install one of them, or set on_unavailable: warn to go on without this guard."
+            f"Verified releases: {', '.join(door.VERIFIED)}. Install one of them{_GO_ON}"
         )
         if settings.on_unavailable == "raise":
             raise GuardUnavailableError(text, guard=name, missing=[f"{i.owner}.{i.name}" for i in gone])
+        text = text.replace(_GO_ON, ".")
+        warnings.warn(text, stacklevel=3)
         out[name] = text
     return out

@@ -13,7 +13,15 @@ from pydantic import Field
 from zeroguard.findings import Finding, Repair
 from zeroguard.guards.base import GuardModel
 
-__all__ = ["CallableSink", "JsonLinesSink", "JsonLinesSinkConfig", "LoggingSink", "LoggingSinkConfig", "Sink", "as_sink"]
+__all__ = [
+    "CallableSink",
+    "JsonLinesSink",
+    "JsonLinesSinkConfig",
+    "LoggingSink",
+    "LoggingSinkConfig",
+    "Sink",
+    "as_sink",
+]
 
 logger = logging.getLogger("zeroguard")
 

@@ -81,7 +81,9 @@ class Group:
         except (BrokenPipeError, EOFError, TimeoutError) as error:
             text = self.tail()
             self.stop()
-            return [{"status": "dead", "error": f"{type(error).__name__}: {error}", "log": text} for _ in range(self.ranks)]
+            return [
+                {"status": "dead", "error": f"{type(error).__name__}: {error}", "log": text} for _ in range(self.ranks)
+            ]
         return answers
 
     @staticmethod

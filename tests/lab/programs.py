@@ -30,7 +30,9 @@ class TwoHeads(nn.Module):
         return self.b(z), self.c(z)
 
 
-def ds_config(stage: int, offload: bool, dtype: str = "fp32", gas: int = 1, zero: dict | None = None, **kw: Any) -> dict:
+def ds_config(
+    stage: int, offload: bool, dtype: str = "fp32", gas: int = 1, zero: dict | None = None, **kw: Any
+) -> dict:
     zo: dict[str, Any] = {"stage": stage}
     if stage == 3:
         zo["stage3_param_persistence_threshold"] = 0

@@ -66,7 +66,9 @@ class EngineFacts:
 
     def describe(self) -> str:
         """One phrase for texts, such as ``ZeRO-2, optimizer on cpu (pinned), bfloat16, 8 ranks``."""
-        where = f", optimizer on {self.offload_optimizer}{' (pinned)' if self.pin_memory else ''}" if self.offload else ""
+        where = (
+            f", optimizer on {self.offload_optimizer}{' (pinned)' if self.pin_memory else ''}" if self.offload else ""
+        )
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         return f"ZeRO-{self.stage}{where}, {self.dtype}, {ranks}"
 

@@ -48,7 +48,9 @@ class AccumulatorResetGuard(Guard):
         if facts.stage == 0:
             return Choice("not_applicable", "stage 0 accumulates in .grad, which zero_grad clears")
         if facts.offload_optimizer == "nvme":
-            return Choice("not_applicable", "gradients on NVMe are swapped by DeepSpeed and cannot be reset from outside")
+            return Choice(
+                "not_applicable", "gradients on NVMe are swapped by DeepSpeed and cannot be reset from outside"
+            )
         why = "keeps gradients outside .grad that zero_grad does not clear"
         if facts.stage == 3 or facts.offload:
             why += ", and steps parameters that no backward reached with an earlier gradient"

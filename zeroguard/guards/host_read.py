@@ -40,7 +40,8 @@ class HostReadGuard(Guard):
             return Choice("not_applicable", f"{facts.describe()} has no gradients in host memory")
         if facts.resolves_data_dependency:
             return Choice(
-                "not_needed", f"accelerator '{facts.accelerator}' resolves data dependencies itself: copies land before Python goes on"
+                "not_needed",
+                f"accelerator '{facts.accelerator}' resolves data dependencies itself: copies land before Python goes on",
             )
         return Choice(
             "selected",

@@ -40,7 +40,8 @@ class ParamStatusConfig(GuardModel):
     """The points of the loop where the status is checked. At ``exception`` nothing is waited for, because a rank
     that failed may never have launched its part of a gather; the next point does that."""
     gathered_boundaries: int = Field(default=3, ge=1)
-    """Optimizer steps for which a parameter that is not persistent may stay gathered before a warning."""
+    """Steps in a row after which a parameter that is not persistent may still be gathered when the next training forward
+    begins, before a warning."""
 
 
 class ParamStatusGuard(Guard):
@@ -59,11 +60,14 @@ class ParamStatusGuard(Guard):
         self.repair = config.action == "repair"
         self.seen_gathered: dict[str, int] = {}
         self.warned: set[str] = set()
+        self.fresh = False
 
     @classmethod
     def choose(cls, facts: EngineFacts, config: Any) -> Choice:
         if facts.stage != 3:
-            return Choice("not_applicable", f"ZeRO-{facts.stage} does not partition parameters; only stage 3 gathers them")
+            return Choice(
+                "not_applicable", f"ZeRO-{facts.stage} does not partition parameters; only stage 3 gathers them"
+            )
         return Choice("selected", "ZeRO-3 gathers parameters asynchronously and may leave them in flight")
 
     def handlers(self) -> dict[type[ev.Event], Any]:
@@ -79,11 +83,17 @@ class ParamStatusGuard(Guard):
         return {event: handler for point, (event, handler) in table.items() if point in self.points}
 
     def _before_forward(self, event: ev.ForwardBegin) -> Iterable[Outcome]:
-        return () if event.nested else self._check("before a forward")
+        if event.nested:
+            return ()
+        # Between a step, which partitions everything, and the next forward, only the user can have gathered; an
+        # evaluation in between leaves parameters gathered in every healthy run.
+        count, self.fresh = self.fresh and event.training and event.grad, False
+        return self._check("before a forward", count=count)
 
     def _after_step(self, event: ev.StepEnd) -> Iterable[Outcome]:
         self.step = event.step
-        yield from self._check("after a step", count=True)
+        self.fresh = True
+        yield from self._check("after a step")
 
     def _close(self, event: ev.Close) -> Iterable[Outcome]:
         return () if event.failed else self._check("at the end of the session")
@@ -145,8 +155,8 @@ class ParamStatusGuard(Guard):
                 "warning",
                 subject=late,
                 expected="a parameter that is not persistent is partitioned again after a step",
-                seen=f"gathered for {limit} steps: {sum(sizes[n] for n in late) / MIB:.1f} MiB",
+                seen=f"still gathered {limit} steps in a row: {sum(sizes[n] for n in late) / MIB:.2f} MiB",
                 effect="ZeRO-3 does not save this memory",
-                cause="something holds the parameters, such as a GatheredParameters context around the loop",
-                remedy="leave the GatheredParameters context before engine.step()",
+                cause="param.all_gather() without param.partition(), or a GatheredParameters context that is never left",
+                remedy="gather inside 'with deepspeed.zero.GatheredParameters(params):' and leave it before the forward",
             )

@@ -54,7 +54,9 @@ class RetainedGraphGuard(Guard):
             if facts.dtype == "float16" or not facts.output_hooks:
                 return Choice("not_applicable", f"{facts.describe()} has no backward state outside PyTorch's own")
             return Choice("selected", "at stage 0 DeepSpeed refuses loss.backward(), as nothing would run its epilogue")
-        return Choice("selected", f"ZeRO-{facts.stage} runs its backward preprocess once a forward, not once a backward")
+        return Choice(
+            "selected", f"ZeRO-{facts.stage} runs its backward preprocess once a forward, not once a backward"
+        )
 
     def handlers(self) -> dict[type[ev.Event], Any]:
         return {
@@ -86,7 +88,17 @@ class RetainedGraphGuard(Guard):
             self.pattern = f"backward {event.again + 1} over the graph of forward {event.forward}, by {how}"
 
     def _end(self, event: ev.BackwardEnd) -> Iterable[Outcome]:
-        if not self.repair and self.window > 1 and not self.reported and self.pattern:
+        return self._contaminated()
+
+    def _aborted(self, event: ev.BackwardAborted) -> Iterable[Outcome]:
+        if self.pattern:  # only seen when nothing is repaired: the second backward has no epilogue to reach
+            return self._contaminated()
+        if not self.reported:  # what follows a contaminated step is its consequence
+            self.aborted = event.error
+        return ()
+
+    def _contaminated(self) -> Iterable[Outcome]:
+        if not self.repair and self.pattern and not self.reported:
             self.reported = True
             yield self.finding(
                 "second_backward",
@@ -94,13 +106,9 @@ class RetainedGraphGuard(Guard):
                 expected="one backward over each forward's graph, or a preprocess and an epilogue for each backward",
                 seen=self.pattern,
                 effect="the update is silently wrong, or DeepSpeed crashes here or one step later",
-                cause="DeepSpeed prepares a backward once per forward; the second one over a retained graph runs without it",
+                cause="DeepSpeed prepares a backward once per forward; the second over a retained graph runs without it",
                 remedy=REMEDY,
             )
-
-    def _aborted(self, event: ev.BackwardAborted) -> Iterable[Outcome]:
-        self.aborted = event.error
-        return ()
 
     def _zero_grad(self, event: ev.ZeroGrad) -> Iterable[Outcome]:
         """zero_grad after an exception is the right thing to do: what is left goes, and nobody is told off."""
@@ -128,7 +136,7 @@ class RetainedGraphGuard(Guard):
         state = self.engine.backward_state()
         if self.aborted:
             yield self._unfinished()
-        elif not state.at_rest:
+        elif not state.at_rest and not self.reported:
             yield self.finding(
                 "backward_state_left_over",
                 "warning" if self.repair else "error",

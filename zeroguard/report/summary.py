@@ -75,7 +75,9 @@ class Summary:
     def __str__(self) -> str:
         table = [HEADS, *(row.cells() for row in self.rows)]
         widths = [max(len(line[i]) for line in table) for i in range(len(HEADS))]
-        lines = [f"zeroguard, rank {self.facts.rank}: {self.facts.describe()}, DeepSpeed {self.facts.deepspeed_version}"]
+        lines = [
+            f"zeroguard, rank {self.facts.rank}: {self.facts.describe()}, DeepSpeed {self.facts.deepspeed_version}"
+        ]
         for number, line in enumerate(table):
             left = [line[i].ljust(widths[i]) for i in range(2)]
             right = [line[i].rjust(widths[i]) for i in range(2, len(HEADS))]

@@ -45,10 +45,10 @@ class DeepSpeedBackend:
         self.tracker = BackwardTracker(engine, facts.stage)
         self.copies = HostCopies(self.optimizer, accelerator, own_events=facts.own_copy_events)
         self.params = ParamWatch(engine) if facts.stage == 3 else None
-        fresh = self.steps == 0 and int(getattr(engine, "micro_steps", 0)) == 0
-        self.accumulators = self._accumulators(fresh)
+        self.accumulators = Accumulators(engine, self.names)
 
-    def _accumulators(self, fresh: bool) -> Accumulators:
+    def _accumulators(self) -> Accumulators:
+        fresh = self.steps == 0 and int(getattr(self.engine, "micro_steps", 0)) == 0
         if self.facts.layout == "bf16":
             return Bf16Accumulators(self.engine, self.names)
         if self.facts.stage == 3:
@@ -66,6 +66,8 @@ class DeepSpeedBackend:
         self.emit = emit
         self.repairing = frozenset(repairing)
         wanted = frozenset(guards)
+        if "accumulator_reset" in wanted:
+            self.accumulators = self._accumulators()
         method = self.patches.method
         engine, optimizer = self.engine, self.optimizer
         method(engine, "forward", self._wrap_forward)
@@ -124,6 +126,8 @@ class DeepSpeedBackend:
 
     def detach(self) -> list[str]:
         """Give everything back. LOCAL. Returns what somebody else had replaced meanwhile."""
+        if self.tracker.depth:
+            self._restore_per_tensor()  # closed inside a forward
         return self.patches.undo()
 
     # -- wrappers: forward, backward, step -----------------------------------------------------------------------------
@@ -147,15 +151,14 @@ class DeepSpeedBackend:
             finally:
                 tracker.depth -= 1
                 tracker.forward_ends(record)
-                if hasattr(self, "_per_tensor"):
-                    self._restore_per_tensor()
+                self._restore_per_tensor()
             self.emit(ev.ForwardEnd(record.number, grad))
             return out
 
         return forward
 
     def _restore_per_tensor(self) -> None:
-        if self.patches.live:
+        if self.patches.live and hasattr(self, "_per_tensor"):
             vars(self.engine)["_backward_prologue_per_tensor"] = self._per_tensor
 
     def _wrap_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:

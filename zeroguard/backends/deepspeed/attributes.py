@@ -86,8 +86,22 @@ TABLE: tuple[Attribute, ...] = (
     _a("engine", "step", ALL, (0, *_B), "a violation cannot be raised after the step's bookkeeping"),
     _a("engine", "zero_grad", {"accumulator_reset"}, _B, "engine.zero_grad leaves the accumulators as they are"),
     _a("engine", "_backward_epilogue", GRADIENT, _B, "the end of a backward is not seen"),
-    _a("engine", "_backward_prologue", GRADIENT, (0, *_B), "a second loss.backward() cannot be re-armed", since="0.18.0"),
-    _a("engine", "_backward_prologue_per_tensor", GRADIENT, (0, *_B), "a second loss.backward() is not seen", since="0.18.0"),
+    _a(
+        "engine",
+        "_backward_prologue",
+        GRADIENT,
+        (0, *_B),
+        "a second loss.backward() cannot be re-armed",
+        since="0.18.0",
+    ),
+    _a(
+        "engine",
+        "_backward_prologue_per_tensor",
+        GRADIENT,
+        (0, *_B),
+        "a second loss.backward() is not seen",
+        since="0.18.0",
+    ),
     _a("engine", "is_gradient_accumulation_boundary", GRADIENT, _B, "boundary backwards cannot be told apart"),
     _a("engine", "save_checkpoint", {"param_status"}, (3,), "no check before a checkpoint"),
     # -- the ZeRO optimizer --------------------------------------------------------------------------------------
@@ -101,7 +115,9 @@ TABLE: tuple[Attribute, ...] = (
         _Z,
         "it is not known which parameters received a gradient",
     ),
-    _a("optimizer", "clear_backward_seen_flag", {"retained_graph"}, _B, "a backward cannot be re-armed", since="0.18.0"),
+    _a(
+        "optimizer", "clear_backward_seen_flag", {"retained_graph"}, _B, "a backward cannot be re-armed", since="0.18.0"
+    ),
     _a("optimizer", "_backward_hook_state", {"retained_graph"}, _B, "the backward state is not seen", since="0.18.0"),
     _a("optimizer", "ipg_buckets", {"accumulator_reset"}, _Z, "half-reduced gradients stay behind", since="0.17.0"),
     _a("optimizer", "params_already_reduced", {"accumulator_reset"}, _Z, "half-reduced gradients stay behind"),
@@ -133,7 +149,9 @@ TABLE: tuple[Attribute, ...] = (
         "the CPU accumulators are not seen",
         offload=True,
     ),
-    _a("optimizer", "grad_position", {"accumulator_reset"}, (1, 2, 3), "a parameter's slice is not known", offload=True),
+    _a(
+        "optimizer", "grad_position", {"accumulator_reset"}, (1, 2, 3), "a parameter's slice is not known", offload=True
+    ),
     _a("optimizer", "norm_for_param_grads", {"accumulator_reset"}, _Z, "the gradient norm is wrong", offload=True),
     _a("optimizer", "local_overflow", {"accumulator_reset"}, (1, 2), "an overflow outlives zero_grad", offload=True),
     _a("optimizer", "offload_gradient_dict", {"host_read"}, (1, 2), "safe_get_full_grad does not wait", offload=True),

@@ -55,7 +55,9 @@ class ParamWatch:
             in_flight=tuple(n for n, _ in in_flight),
             registry=len(registry),
             orphans=tuple(n for n, p in in_flight if p not in registry),
-            contradictions=tuple(names.get(id(p), "?") for p in registry if p.ds_status is not flying),
+            contradictions=tuple(
+                names.get(id(p), "?") for p, h in registry.items() if p.ds_status is not flying and not _complete(h)
+            ),
             active=tuple(active),
             gathered=tuple(gathered),
         )
@@ -68,7 +70,7 @@ class ParamWatch:
         held: list[Any] = []
         for param in list(registry.keys()):
             handle = registry[param]
-            if param.ds_status is not self.in_flight and not getattr(handle, "complete", False):
+            if param.ds_status is not self.in_flight and not _complete(handle):
                 continue  # a contradiction: not ours to guess at
             handle.wait()
             registry.pop(param, None)
@@ -91,10 +93,21 @@ class ParamWatch:
                     param.partition()
         done: list[Done] = []
         if waited:
-            done.append(Done("gather_released", tuple(waited), "Left in flight outside forward and backward; waited for."))
+            done.append(
+                Done("gather_released", tuple(waited), "Left in flight outside forward and backward; waited for.")
+            )
         if claimed:
             done.append(Done("claim_cleared", tuple(claimed), "A submodule that no longer runs still claimed it."))
         return done
+
+
+def _complete(handle: Any) -> bool:
+    """Whether a gather is done. One handle serves several parameters: waiting for one leaves the others' entries behind."""
+    parts = getattr(handle, "handles", None)
+    if parts is not None:
+        return all(_complete(part) for part in parts)
+    # The flag is public in one of DeepSpeed's three handle classes and private in the others.
+    return any(bool(value) for name, value in vars(handle).items() if name.endswith("complete"))
 
 
 _REST = ParamStatus()

@@ -49,6 +49,7 @@ class Zero12Accumulators(Accumulators):
         self.held: set[int] = set()
         self.missed: set[int] = set()
         self.last: set[int] = set()
+        self.zeroed: set[int] = set()
         self.carried: dict[int, Any] = {}
         self.cleared = False
 
@@ -123,6 +124,7 @@ class Zero12Accumulators(Accumulators):
         self.held.clear()
         self.missed.clear()
         self.carried.clear()
+        self.zeroed.clear()
 
     def stale(self) -> set[int]:
         return (self.dirty - self.entered - self.now) if self.offload else set()
@@ -224,14 +226,14 @@ class Zero12Accumulators(Accumulators):
         self.missed.clear()
         return [Done("gradient_recovered", names, "Reached by a non-boundary backward only; now consumed by the step.")]
 
-    def _zero_stale(self) -> set[int]:
+    def _zero_stale(self) -> None:
         old = self.stale()
         if old:
             self.wait()
         for key in old:
             self._slice(key).zero_()
         self.dirty -= old
-        return old
+        self.zeroed |= old
 
     def _add_carried(self) -> list[Done]:
         opt = self.optimizer
@@ -262,10 +264,12 @@ class Zero12Accumulators(Accumulators):
     def drop_idle(self) -> list[Done]:
         if not self.offload:
             return []
-        old = self._zero_stale()
-        if not old:
+        self._zero_stale()
+        dropped = self.zeroed & self.idle()
+        self.zeroed.clear()
+        if not dropped:
             return []
-        return [Done("stale_gradient_dropped", self.named(old), "No backward of this window reached it.")]
+        return [Done("stale_gradient_dropped", self.named(dropped), "No backward of this window reached it.")]
 
     def clear(self) -> list[Done]:
         opt = self.optimizer

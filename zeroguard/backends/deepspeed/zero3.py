@@ -65,6 +65,7 @@ class Zero3Accumulators(Accumulators):
                 self.dirty_fp32 |= now
             else:
                 self.held |= now
+        self.dirty |= now
         self.entered |= now
         self.last = now
         self.now.clear()
@@ -82,7 +83,13 @@ class Zero3Accumulators(Accumulators):
         self.zeroed.clear()
 
     def stale(self) -> set[int]:
-        return (self.dirty | self.dirty_fp32 if self.offload else self.dirty) - self.entered - self.now
+        if self.offload:
+            return (self.dirty | self.dirty_fp32) - self.entered - self.now
+        return (self.dirty & self._consumed()) - self.entered - self.now
+
+    def _consumed(self) -> set[int]:
+        """Without offload, DeepSpeed itself steps a parameter that was frozen in mid-run with zeros."""
+        return {key for key, param in self.params.items() if param.requires_grad}
 
     def lost(self) -> set[int]:
         return set(self.missed)
@@ -93,8 +100,6 @@ class Zero3Accumulators(Accumulators):
         if self.first:
             self._zero(self.dirty - self.last)
             self.dirty = set(self.last)
-        else:
-            self.dirty |= self.last
         if not (self.offload and boundary):
             return []
         done = self._recover()
@@ -128,7 +133,9 @@ class Zero3Accumulators(Accumulators):
             if piece is None:
                 continue
             piece.copy_(self._buffer(key))
-            opt.norm_for_param_grads[opt.get_param_id(self.params[key])] = opt._constant_buffered_norm2(self._buffer(key))
+            opt.norm_for_param_grads[opt.get_param_id(self.params[key])] = opt._constant_buffered_norm2(
+                self._buffer(key)
+            )
         names = self.named(self.missed)
         self.dirty_fp32 |= self.missed
         self.missed.clear()
@@ -140,7 +147,7 @@ class Zero3Accumulators(Accumulators):
         self.dirty -= idle
         if self.offload:
             self._zero_fp32(self.dirty_fp32 & idle)
-        dropped = self.zeroed & idle
+        dropped = self.zeroed & idle & (set(self.params) if self.offload else self._consumed())
         self.zeroed.clear()
         if not dropped:
             return []

@@ -1,0 +1,190 @@
+"""Host reads of offloaded gradients on a scripted accelerator, where an unguarded read is always wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator, set_accelerator
+
+from tests.lab.programs import TwoHeads, batches, build, ds_config, guard_of, losses, record, release, weights
+from zeroguard.testing import scripted_accelerator
+
+PINNED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+
+
+@contextlib.contextmanager
+def on(kind: str) -> Iterator[Any]:
+    """DeepSpeed on its own accelerator (``plain``) or on the scripted one (``scripted``)."""
+    inner = get_accelerator()
+    if kind == "plain":
+        yield inner
+        return
+    with scripted_accelerator(inner) as accelerator:
+        set_accelerator(accelerator)
+        try:
+            yield accelerator
+        finally:
+            set_accelerator(inner)
+
+
+def _norm(value: Any) -> float:
+    return float(value.norm())
+
+
+def _safe_get(engine: Any) -> list[float]:
+    from deepspeed.utils import safe_get_full_grad
+
+    return [_norm(safe_get_full_grad(p)) for p in engine.module.parameters()]
+
+
+def _dict(engine: Any) -> Any:
+    return engine.optimizer.accumulated_grads_in_cpu
+
+
+def _masters(engine: Any) -> Any:
+    return engine.optimizer.single_partition_of_fp32_groups
+
+
+def _norms(engine: Any, values: Iterable[Any]) -> list[float]:
+    """Sorted by parameter: autograd may deliver gradients in another order in another run."""
+    pairs = zip(_dict(engine).keys(), [_norm(value) for value in values], strict=True)
+    return [norm for _, norm in sorted(pairs)]
+
+
+#: Ways to read what a non-boundary backward accumulated, and what a boundary wrote. No word of zeroguard in them.
+READS: dict[str, Callable[[Any], list[float]]] = {
+    "items": lambda e: _norms(e, [v for _, v in _dict(e).items()]),
+    "values": lambda e: _norms(e, _dict(e).values()),
+    "getitem": lambda e: _norms(e, [_dict(e)[k] for k in _dict(e)]),
+    "get": lambda e: _norms(e, [_dict(e).get(k) for k in list(_dict(e).keys())]),
+    "to_dict": lambda e: _norms(e, dict(_dict(e)).values()),
+    "copy": lambda e: _norms(e, copy.copy(_dict(e)).values()),
+    "deepcopy": lambda e: _norms(e, copy.deepcopy(_dict(e)).values()),
+    "pickle": lambda e: _norms(e, pickle.loads(pickle.dumps(_dict(e))).values()),
+    "master_index": lambda e: [_norm(_masters(e)[i].grad) for i in range(len(_masters(e)))],
+    "master_loop": lambda e: [_norm(m.grad) for m in _masters(e)],
+    "master_zip": lambda e: [_norm(m.grad) for m, _ in zip(_masters(e), e.optimizer.bit16_groups, strict=True)],
+    "gradient_dict": lambda e: [_norm(g) for group in e.optimizer.offload_gradient_dict.values() for g in group],
+    "safe_get_full_grad": _safe_get,
+}
+OF_MASTERS = frozenset({"master_index", "master_loop", "master_zip", "gradient_dict", "safe_get_full_grad"})
+
+
+def _run(
+    kind: str,
+    guarded: Any,
+    look: Callable[[Any, Any, int], None],
+    *,
+    gas: int = 2,
+    steps: int = 2,
+    stage: int = 2,
+    zero: dict | None = None,
+) -> dict[str, Any]:
+    """Train, and call ``look(engine, session, micro)`` after every backward."""
+    torch.manual_seed(0)
+    with on(kind) as accelerator:
+        engine, _, _ = build(TwoHeads(), ds_config(stage, True, gas=gas, zero={**PINNED, **(zero or {})}))
+        hot: list[str] = []  # what DeepSpeed and the guards waited for in their own time
+        try:
+            with guard_of(engine, guarded) as session:
+                for step in range(steps):
+                    for micro in range(gas):
+                        _, x = batches(100 * step + micro)
+                        loss = sum(losses(engine, x))
+                        before = len(getattr(accelerator, "waits", ()))
+                        engine.backward(loss)
+                        hot += getattr(accelerator, "waits", [])[before:]
+                        look(engine, session, step * gas + micro)
+                        engine.step()
+            return {
+                "weights": [w.flatten().tolist() for w in weights(engine)],
+                "hot": hot,
+                "waits": list(getattr(accelerator, "waits", ())),
+                **record(session),
+            }
+        finally:
+            release(engine)
+
+
+def reads(how: str, kind: str = "scripted", guarded: Any = True, at: int | None = None, **run: Any) -> dict[str, Any]:
+    """The norms that one way of reading gives after backward number ``at`` (from 0) and after no other.
+
+    ``hot`` are the waits during the backwards, ``read_waits`` those during the read, ``pending`` the copies
+    that had not landed before and after it.
+    """
+    when = (1 if how in OF_MASTERS else 0) if at is None else at
+    answer: dict[str, Any] = {}
+
+    def look(engine: Any, session: Any, micro: int) -> None:
+        if micro != when:
+            return
+        accelerator = get_accelerator()
+        before, pending = len(getattr(accelerator, "waits", ())), getattr(accelerator, "pending", 0)
+        answer["seen"] = READS[how](engine)
+        answer["read_waits"] = list(getattr(accelerator, "waits", [])[before:])
+        answer["pending"] = [pending, getattr(accelerator, "pending", 0)]
+
+    answer.update(_run(kind, guarded, look, **run))
+    return answer
+
+
+def explicit(how: str, form: str, guarded: Any) -> dict[str, Any]:
+    """Mode explicit: the norms read before and after ``session.host_read`` as a ``call`` or as a ``with`` block."""
+    answer: dict[str, Any] = {}
+
+    def look(engine: Any, session: Any, micro: int) -> None:
+        if micro != (1 if how in OF_MASTERS else 0):
+            return
+        answer["before"] = READS[how](engine)
+        tensors = list(_dict(engine).values())
+        at = len(get_accelerator().waits)
+        if form == "call":
+            session.host_read(*tensors)
+            answer["after"] = READS[how](engine)
+        elif form == "call without tensors":
+            session.host_read()
+            answer["after"] = READS[how](engine)
+        else:
+            with session.host_read(tensors[0]):
+                answer["after"] = READS[how](engine)
+        answer["read_waits"] = list(get_accelerator().waits[at:])
+
+    answer.update(_run("scripted", guarded, look))
+    return answer
+
+
+def quiet(kind: str = "scripted", guarded: Any = True, **run: Any) -> dict[str, Any]:
+    """Train and read nothing."""
+    return _run(kind, guarded, lambda engine, session, micro: None, **run)
+
+
+def undone(guarded: Any = True) -> dict[str, Any]:
+    """Whether the wrapped attributes are foreign objects while guarded, and the original ones afterwards."""
+    names = ("accumulated_grads_in_cpu", "single_partition_of_fp32_groups", "offload_gradient_dict")
+    with on("scripted"):
+        torch.manual_seed(0)
+        engine, _, _ = build(TwoHeads(), ds_config(2, True, gas=2, zero=PINNED))
+        try:
+            optimizer = engine.optimizer
+            before = [getattr(optimizer, name) for name in names]
+            mappings = [p._hp_mapping.offload_gradient_dict for p in engine.module.parameters()]
+            methods = set(vars(optimizer)) | set(vars(engine))
+            with guard_of(engine, guarded):
+                during = [getattr(optimizer, name) is old for name, old in zip(names, before, strict=True)]
+                for micro in range(2):
+                    engine.backward(sum(losses(engine, batches(micro)[1])))
+                    engine.step()
+            after = [getattr(optimizer, name) is old for name, old in zip(names, before, strict=True)]
+            mapped = all(
+                p._hp_mapping.offload_gradient_dict is old
+                for p, old in zip(engine.module.parameters(), mappings, strict=True)
+            )
+            left = sorted((set(vars(optimizer)) | set(vars(engine))) - methods)
+            return {"during": during, "after": after, "mapped": mapped, "left": left, "type": type(before[0]).__name__}
+        finally:
+            release(engine)
