@@ -237,7 +237,7 @@ def work(rank: int, pipe: Any, store: str, log: str, train: Callable, guarded: C
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # DeepSpeed compiles this operator when it first meets a process group on a CPU: 45 seconds for something that only
     # inference uses. ("import deepspeed.comm.torch as x" would give PyTorch: deepspeed.comm has a name like that, too.)
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+    vars(importlib.import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     deepspeed.init_distributed("gloo")
     gc.freeze()  # what is loaded by now stays; each case's collection has less to look at

@@ -24,11 +24,11 @@ def main() -> None:
     os.environ.setdefault("MASTER_PORT", "29511")
     dist.init_process_group("gloo", init_method=f"file://{os.environ['LAB_STORE']}", rank=rank, world_size=ranks)
     import deepspeed
-    import deepspeed.comm.torch as ds_comm
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    if hasattr(ds_comm, "build_shm_op"):
-        ds_comm.build_shm_op = lambda: None  # compiled for inference only; 45 seconds saved
+    comm = importlib.import_module("deepspeed.comm.torch")  # not "import ... as": that gives PyTorch itself
+    if hasattr(comm, "build_shm_op"):
+        comm.build_shm_op = lambda: None  # compiled for inference only; 45 seconds saved
     deepspeed.init_distributed("gloo")
     out = os.fdopen(int(os.environ["LAB_PIPE"]), "w")
     for line in sys.stdin:

@@ -230,7 +230,7 @@ class Engine(Protocol):
         """LOCAL, stage 3: wait for gathers that were already launched and release their parameters."""
         ...
 
-    def wait_copies(self, tensors: Sequence[Any] = (), *, wait: str = "event") -> Sequence[Done]:
+    def wait_copies(self, tensors: Sequence[Any] = (), wait: str = "event") -> Sequence[Done]:
         """LOCAL, offloaded stages: return once the copies that fill these host tensors (all, if none is given)
         have landed."""
         ...

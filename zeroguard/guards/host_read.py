@@ -18,8 +18,9 @@ class HostReadConfig(GuardModel):
     name: Literal["host_read"] = "host_read"
     """The guard's name."""
     mode: Literal["transparent", "explicit"] = "transparent"
-    """``transparent``: reads of ``optimizer.accumulated_grads_in_cpu``, of the offloaded fp32 gradients and of ``safe_get_full_grad``
-    wait by themselves. ``explicit``: only ``session.host_read`` waits."""
+    """``transparent``: reads through ``optimizer.accumulated_grads_in_cpu``, ``optimizer.single_partition_of_fp32_groups`` (the fp32
+    gradients), ZeRO-3's gradient partitions and ``safe_get_full_grad`` wait by themselves; a tensor that you took out of them before
+    and kept does not: give it to ``session.host_read``. ``explicit``: only ``session.host_read`` waits."""
     wait: Literal["event", "stream", "device"] = "event"
     """What is waited for: the copies (``event``), everything on the streams that copied (``stream``), or the device."""
 

@@ -204,6 +204,8 @@ class DeepSpeedBackend:
             self.accumulators.consumed()
             self.emit(ev.StepBegin(self.steps, tracker.in_window))
             self.in_step = True
+            # The step reads what it has waited for itself, or what the guard has just waited for.
+            self.copies.hot += 1
             try:
                 out = original(*args, **kwargs)
             except BaseException as error:
@@ -211,6 +213,7 @@ class DeepSpeedBackend:
                 raise
             finally:
                 self.in_step = False
+                self.copies.hot -= 1
             applied = not bool(getattr(self.optimizer, "overflow", False))
             self.accumulators.reset_window()
             tracker.reset_window()
@@ -494,6 +497,6 @@ class DeepSpeedBackend:
         with torch.no_grad():
             return [] if self.params is None else self.params.release()
 
-    def wait_copies(self, tensors: Sequence[Any] = (), *, wait: str = "event") -> Sequence[Done]:
+    def wait_copies(self, tensors: Sequence[Any] = (), wait: str = "event") -> Sequence[Done]:
         self.copies.wait(wait)
         return []

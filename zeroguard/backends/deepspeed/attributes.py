@@ -102,6 +102,15 @@ TABLE: tuple[Attribute, ...] = (
         "a second loss.backward() is not seen",
         since="0.18.0",
     ),
+    _a(
+        "engine",
+        "_support_torch_style_backward",
+        {"retained_graph"},
+        (0,),
+        "loss.backward() stays refused",
+        since="0.18.0",
+    ),
+    _a("engine", "_running_engine_backward", {"retained_graph"}, (0,), "loss.backward() stays refused", since="0.18.0"),
     _a("engine", "is_gradient_accumulation_boundary", GRADIENT, _B, "boundary backwards cannot be told apart"),
     _a("engine", "save_checkpoint", {"param_status"}, (3,), "no check before a checkpoint"),
     # -- the ZeRO optimizer --------------------------------------------------------------------------------------
@@ -199,6 +208,9 @@ TABLE: tuple[Attribute, ...] = (
         "gradient reads do not wait",
         since="0.17.0",
         offload=True,
+    ),
+    _a(
+        "optimizer", "_constant_buffered_norm2", {"accumulator_reset"}, (3,), "the gradient norm is wrong", offload=True
     ),
     _a("optimizer", "parameter_offload", {"param_status"}, (3,), "gathers are not seen"),
     # -- modules and parameters ------------------------------------------------------------------------------------

@@ -117,7 +117,20 @@ class WaitingDict(UserDict):
     def __contains__(self, key: Any) -> bool:
         return key in self.data
 
+    def __or__(self, other: Any) -> Any:
+        self._copies.read(self._what)
+        return self.data | dict(other)
+
+    def __ror__(self, other: Any) -> Any:
+        self._copies.read(self._what)
+        return dict(other) | self.data
+
+    def __repr__(self) -> str:
+        self._copies.read(self._what)
+        return repr(self.data)
+
     def __reduce__(self) -> Any:
+        self._copies.read(self._what)
         return (dict, (dict(self.data),))
 
 
@@ -139,5 +152,18 @@ class WaitingList(list):
             self._copies.read(self._what)
         return super().__iter__()
 
+    def __add__(self, other: Any) -> Any:
+        return list(self) + list(other)
+
+    def __reversed__(self) -> Iterator[Any]:
+        return reversed(list(self))
+
+    def copy(self) -> list[Any]:
+        return list(self)
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
     def __reduce__(self) -> Any:
+        self._copies.read(self._what)
         return (list, (list(super().__iter__()),))

@@ -1,0 +1,27 @@
+"""The probe of the attribute table on a real engine of whatever DeepSpeed release is on the path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+
+import zeroguard
+from tests.lab import idle
+from tests.lab import programs as lab
+
+
+def probe(stage: int, offload: bool) -> dict[str, Any]:
+    from zeroguard.backends import deepspeed as door
+
+    engine, _, _ = lab.build(idle.Branch(), lab.ds_config(stage, offload))
+    facts = door.facts_of(engine)
+    missing = {}
+    for guard in ("host_read", "retained_graph", "accumulator_reset", "param_status"):
+        gone = door.missing(engine, guard, layout=facts.layout, version=facts.deepspeed_version, offload=facts.offload)
+        if gone:
+            missing[guard] = [f"{item.owner}.{item.name}" for item in gone]
+    with zeroguard.guard(engine, {"sinks": []}) as session:
+        selected = list(session.selection.selected)
+    lab.release(engine)
+    return {"version": deepspeed.__version__, "missing": missing, "selected": selected}
