@@ -22,14 +22,18 @@ def main() -> None:
     # torchrun's variables without torchrun: DeepSpeed asks for them.
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29511")
-    dist.init_process_group("gloo", init_method=f"file://{os.environ['LAB_STORE']}", rank=rank, world_size=ranks)
+    backend = "gloo"
+    if os.environ["LAB_DEVICE"] == "cuda":
+        torch.cuda.set_device(rank)
+        backend = "nccl"
+    dist.init_process_group(backend, init_method=f"file://{os.environ['LAB_STORE']}", rank=rank, world_size=ranks)
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     comm = importlib.import_module("deepspeed.comm.torch")  # not "import ... as": that gives PyTorch itself
     if hasattr(comm, "build_shm_op"):
         comm.build_shm_op = lambda: None  # compiled for inference only; 45 seconds saved
-    deepspeed.init_distributed("gloo")
+    deepspeed.init_distributed(backend)
     out = os.fdopen(int(os.environ["LAB_PIPE"]), "w")
     for line in sys.stdin:
         case = json.loads(line)

@@ -41,7 +41,7 @@ class Group:
                 **os.environ,
                 "DS_ACCELERATOR": "cpu",
                 "OMP_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": "",
+                "LAB_DEVICE": "cpu",
                 **self.env,
                 "PYTHONPATH": path,
                 "RANK": str(rank),
@@ -120,13 +120,14 @@ class Group:
 class Lab:
     """Groups by number of ranks and path, started when first needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, env: dict[str, str] | None = None) -> None:
         self.groups: dict[Any, Group] = {}
+        self.env = env or {}
 
     def run(self, ranks: int, case: dict[str, Any], *, python_path: str = "", **kwargs: Any) -> list[dict[str, Any]]:
         key = (ranks, python_path)
         if key not in self.groups:
-            self.groups[key] = Group(ranks, python_path=python_path)
+            self.groups[key] = Group(ranks, python_path=python_path, env=self.env)
         return self.groups[key].run(case, **kwargs)
 
     def close(self, keys: Sequence[Any] | None = None) -> None:

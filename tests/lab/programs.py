@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import os
 from typing import Any
 
 import deepspeed
@@ -16,6 +17,7 @@ import zeroguard
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LR = 0.1
+DEVICE = os.environ.get("LAB_DEVICE", "cpu")
 
 
 class TwoHeads(nn.Module):
@@ -59,6 +61,7 @@ def ds_config(
 def build(model: nn.Module, config: dict, optimizer: Any = None) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
     """An engine, and the same model with the same optimizer in plain PyTorch."""
     make = optimizer or (lambda params: torch.optim.SGD(params, lr=LR))
+    model = model.to(DEVICE)
     reference = copy.deepcopy(model)
     if config["zero_optimization"].get("round_robin_gradients"):
         for param in model.parameters():
@@ -94,7 +97,7 @@ def difference(engine: Any, reference: nn.Module) -> float:
     if engine.zero_optimization_stage() == 0:  # only the low-precision weights can be read there
         kind = next(engine.module.parameters()).dtype
         pairs = [(a, b.to(kind).float()) for a, b in pairs]
-    worst = torch.tensor(max((a - b).abs().max().item() for a, b in pairs))
+    worst = torch.tensor(max((a - b).abs().max().item() for a, b in pairs), device=DEVICE)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return worst.item()
 
@@ -102,7 +105,7 @@ def difference(engine: Any, reference: nn.Module) -> float:
 def batches(seed: int, h: int = 8, n: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     """All ranks' data, and this rank's."""
     generator = torch.Generator().manual_seed(seed)
-    xs = torch.randn(dist.get_world_size(), n, h, generator=generator)
+    xs = torch.randn(dist.get_world_size(), n, h, generator=generator).to(DEVICE)
     return xs, xs[dist.get_rank()]
 
 
