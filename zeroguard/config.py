@@ -36,12 +36,12 @@ class GuardConfig(GuardModel):
     guards: tuple[GuardChoice, ...] | None = None
     """The guards, each with its options; left out, the ones that the engine needs are chosen."""
     on_violation: Literal["raise", "warn", "record"] = "raise"
-    """What a finding of severity error does: ``raise`` a GuardViolation on every rank at the end of the step, ``warn`` through the
-    logger, or only ``record`` it in ``session.findings`` and the other sinks. What is found when the session closes is never
-    raised: another rank could be left waiting."""
+    """What a finding of severity error does: ``raise`` a GuardViolation on every rank at the end of the step, ``warn``
+    through the logger, or only ``record`` it in ``session.findings`` and the other sinks. What is found when the
+    session closes is never raised: another rank could be left waiting."""
     on_unavailable: Literal["raise", "warn"] = "raise"
-    """What happens when a guard cannot act on this DeepSpeed release: ``raise`` an error that names the missing attribute, or ``warn`` and
-    go on without it."""
+    """What happens when a guard cannot act on this DeepSpeed release: ``raise`` an error that names the missing
+    attribute, or ``warn`` and go on without it."""
     agree: bool = True
     """Whether ranks agree on stopping, with one all-reduce of one byte a rank at the end of each step. Only
     ``on_violation: raise`` on several ranks needs it."""
@@ -103,7 +103,7 @@ def _read(path: Path) -> Any:
         if suffix == ".toml":
             return _toml(text)
         if suffix in (".yaml", ".yml"):
-            import yaml
+            import yaml  # type: ignore[import-untyped]
 
             data = yaml.safe_load(text)
             return {} if data is None else data  # an empty file; not "or", which takes [] and false for one too

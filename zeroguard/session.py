@@ -84,7 +84,7 @@ class Session:
 
     def _select(self) -> None:
         facts = self._backend.facts
-        named = {choice.name: choice for choice in self.config.guards or ()}
+        named: dict[str, Any] = {choice.name: choice for choice in self.config.guards or ()}
         for name, cls in GUARDS.items():
             stats = self._stats[name] = GuardStats(name)
             if self.config.guards is not None and name not in named:
@@ -95,8 +95,8 @@ class Session:
             reason = self._unavailable.get(name, choice.reason)
             if choice.status == "not_applicable" and name in named:
                 raise GuardUnavailableError(
-                    f"guard {name!r} was asked for by name but cannot act on this engine: {choice.reason}. Take it out of "
-                    f"guards, or leave guards out to have the right ones chosen.",
+                    f"guard {name!r} was asked for by name but cannot act on this engine: {choice.reason}. "
+                    f"Take it out of guards, or leave guards out to have the right ones chosen.",
                     guard=name,
                 )
             self.selection[name] = stats.note = reason
@@ -192,13 +192,14 @@ class Session:
         step = pending[0].step if pending else max((g.step for g in self._guards), default=0)
         raise GuardViolation(pending, ranks=ranks, step=step)
 
-    # -- what a user calls -----------------------------------------------------------------------------------------------
+    # -- what a user calls -------------------------------------------------------------------------------------------
 
     def host_read(self, *tensors: Any) -> contextlib.AbstractContextManager[None]:
         """LOCAL. Return once these host tensors (all offloaded gradients, if none is given) are safe to read.
 
-        Works as a call, ``session.host_read(t)``, and as ``with session.host_read(t):``; the wait happens in the call. Where the guard
-        is not needed (the accelerator resolves dependencies, or nothing is offloaded) it returns at once.
+        Works as a call, ``session.host_read(t)``, and as ``with session.host_read(t):``; the wait happens in the call.
+        Where the guard is not needed (the accelerator resolves dependencies, or nothing is offloaded) it returns at
+        once.
 
         Raises:
             SessionClosedError: after close.
@@ -220,7 +221,8 @@ class Session:
         return self.summary().rows
 
     def close(self) -> None:
-        """LOCAL. Give everything back that was wrapped. Idempotent; the context manager calls it, also when the loop raised.
+        """LOCAL. Give everything back that was wrapped. Idempotent; the context manager calls it, also when the loop
+        raised.
 
         No collective is called and, after an exception, nothing is waited for.
         """
@@ -274,15 +276,17 @@ def guard(
 
     Args:
         engine: what ``deepspeed.initialize`` returned, or something that leads to it.
-        config: a :class:`zeroguard.GuardConfig`, a dict, a path to a YAML, JSON or TOML file, or None to have the guards that
+        config: a :class:`zeroguard.GuardConfig`, a dict, a path to a YAML, JSON or TOML file, or None to have the
+        guards that
             apply to this engine chosen.
-        sinks: further places for findings and repairs: functions of one argument, or objects with ``write`` and ``close``.
+        sinks: further places for findings and repairs: functions of one argument, or objects with ``write`` and
+        ``close``.
 
     Raises:
         EngineNotFoundError: there is no DeepSpeed engine; the message says what was looked at.
         AlreadyGuardedError: the engine has an open session.
-        GuardUnavailableError: a guard that was asked for cannot act on this engine, or this DeepSpeed release lacks an attribute.
-        ConfigError: the configuration is wrong.
+        GuardUnavailableError: a guard that was asked for cannot act on this engine, or this DeepSpeed release lacks an
+        attribute. ConfigError: the configuration is wrong.
     """
     from zeroguard.backends import deepspeed as door
 
@@ -290,11 +294,13 @@ def guard(
     found, looked = door.find_engine(engine)
     if found is None:
         raise EngineNotFoundError(
-            f"no DeepSpeed engine in {engine!r:.120}. Looked at: {', '.join(looked)}. Give zeroguard.guard what deepspeed.initialize returned."
+            f"no DeepSpeed engine in {engine!r:.120}. Looked at: {', '.join(looked)}. "
+            "Give zeroguard.guard what deepspeed.initialize returned."
         )
     if vars(found).get(_MARK) is not None:
         raise AlreadyGuardedError(
-            "this engine already has an open zeroguard session; close it first (session.close()) or leave its 'with' block"
+            "this engine already has an open zeroguard session; close it first (session.close()) or leave its "
+            "'with' block"
         )
     facts = door.facts_of(found)
     # Before the backend, which already reads what may be missing.

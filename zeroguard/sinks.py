@@ -115,5 +115,6 @@ def as_sink(item: object) -> Sink:
     from zeroguard.errors import ConfigError
 
     raise ConfigError(
-        f"sinks: {item!r} ({type(item).__name__}) is no sink; give a function of one argument or an object with write() and close()"
+        f"sinks: {item!r} ({type(item).__name__}) is no sink; give a function of one argument or an object with "
+        "write() and close()"
     )

@@ -56,13 +56,13 @@ class TestRelease:
         if version_tuple(release) >= (0, 18):
             patterns += ["clear_manual", "boundary_manual", "misuse_manual"]
         for stage, offload in CONFIGURATIONS:
-            for pattern in patterns:
-                for gas in (1, 4):
-                    case = {"call": "programs.two_losses", "pattern": pattern, "stage": stage, "offload": offload}
-                    answer = old_lab.run(1, {**case, "gas": gas}, python_path=path_of(release))[0]
-                    where = (stage, offload, pattern, gas)
-                    assert answer["status"] == "exact", (*where, answer.get("differences"), answer["error"])
-                    assert answer["findings"] == [], (*where, answer["texts"])
+            # Accumulation over several micro-batches is what older releases get wrong by themselves.
+            for pattern, gas in [*((p, 1) for p in patterns), ("boundary_engine", 4), ("misuse_engine", 4)]:
+                case = {"call": "programs.two_losses", "pattern": pattern, "stage": stage, "offload": offload}
+                answer = old_lab.run(1, {**case, "gas": gas}, python_path=path_of(release))[0]
+                where = (stage, offload, pattern, gas)
+                assert answer["status"] == "exact", (*where, answer.get("differences"), answer["error"])
+                assert answer["findings"] == [], (*where, answer["texts"])
 
     def test_idle_parameters_are_exact(self, old_lab: Lab, release: str) -> None:
         for stage, offload in CONFIGURATIONS:
@@ -95,8 +95,8 @@ def test_the_table_is_the_only_knowledge() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
                 optional.update(a.value for a in node.args[1:2] if isinstance(a, ast.Constant))
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                if node.value.id in ("opt", "optimizer", "engine"):
-                    used[node.attr] = file.name
+            owner = node.value if isinstance(node, ast.Attribute) else None
+            if isinstance(owner, ast.Name) and owner.id in ("opt", "optimizer", "engine"):
+                used[node.attr] = file.name
     unknown = {n: f for n, f in used.items() if n.startswith("_") and n not in known | optional | own}
     assert unknown == {}

@@ -1,7 +1,8 @@
-"""A group of worker processes, one a rank, that are reused between cases: a process start costs seconds, a case does not.
+"""A group of worker processes, one a rank, that are reused between cases: a process start costs seconds, a case does
+not.
 
-Each worker reads a case (a JSON object) from its standard input and answers with one JSON line on a pipe of its own, so that what
-DeepSpeed prints gets in nobody's way.
+Each worker reads a case (a JSON object) from its standard input and answers with one JSON line on a pipe of its own,
+so that what DeepSpeed prints gets in nobody's way.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Group:
         self.procs: list[subprocess.Popen[bytes]] = []
         self.pipes: list[int] = []
         self.store = ""
-        self.log = tempfile.TemporaryFile()
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the group's owner)
 
     def start(self) -> None:
         self.store = tempfile.mktemp(prefix="zeroguard-store-")
@@ -66,7 +67,8 @@ class Group:
             self.pipes.append(read)
 
     def run(self, case: dict[str, Any], timeout: float = 90.0) -> list[dict[str, Any]]:
-        """Run one case on all ranks; returns each rank's answer. A rank that dies or hangs answers with ``status: dead``."""
+        """Run one case on all ranks; returns each rank's answer. A rank that dies or hangs answers with ``status:
+        dead``."""
         if not self.procs:
             self.start()
         line = (json.dumps(case) + "\n").encode()

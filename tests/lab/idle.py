@@ -1,4 +1,5 @@
-"""Parameters that a window does not reach, zero_grad that clears, backwards that raise, and training inside a forward."""
+"""Parameters that a window does not reach, zero_grad that clears, backwards that raise, and training inside a
+forward."""
 
 from __future__ import annotations
 

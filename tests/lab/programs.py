@@ -171,7 +171,8 @@ def release(engine: Any) -> None:
     gc.collect()
 
 
-# -- the five patterns of one forward and two losses ----------------------------------------------------------------------
+# -- the five patterns of one forward and two losses
+# ----------------------------------------------------------------------
 
 
 def _run(engine: Any, loss: torch.Tensor, by: str, retain: bool) -> None:

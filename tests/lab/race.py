@@ -1,4 +1,5 @@
-"""The host-read race on a GPU: norms read from pinned accumulators right after a backward, against the settled values."""
+"""The host-read race on a GPU: norms read from pinned accumulators right after a backward, against the settled
+values."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def host_reads(
     overlap_comm: bool = False,
     explicit: bool = False,
 ) -> dict[str, Any]:
-    """Counts reads of ``optimizer.accumulated_grads_in_cpu`` that differ from the same read after a device synchronization.
+    """Counts reads of ``optimizer.accumulated_grads_in_cpu`` that differ from the same read after a device
+    synchronization.
 
     The newest accumulator is read first: the window is the last copy. bf16, pinned, non-boundary micro-batches only.
     """
@@ -48,3 +50,10 @@ def host_reads(
     out = {"reads": reads, "wrong": wrong, **lab.record(session)}
     lab.release(engine)
     return out
+
+
+def version() -> dict[str, Any]:
+    """The DeepSpeed release on the path."""
+    import deepspeed
+
+    return {"version": deepspeed.__version__}

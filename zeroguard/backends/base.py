@@ -202,8 +202,8 @@ class Engine(Protocol):
         ...
 
     def flush_pending(self, boundary: bool) -> Sequence[Done]:
-        """Before DeepSpeed's epilogue. Same collectives as DeepSpeed's own reduction; stage 1 with overlap_comm: reduce gradients that only
-        non-boundary backwards produced."""
+        """Before DeepSpeed's epilogue. Same collectives as DeepSpeed's own reduction; stage 1 with overlap_comm:
+        reduce gradients that only non-boundary backwards produced."""
         ...
 
     def settle(self, boundary: bool) -> Sequence[Done]:

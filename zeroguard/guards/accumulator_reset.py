@@ -21,16 +21,17 @@ class AccumulatorResetConfig(GuardModel):
     """``repair`` clears, recovers and adds up; ``detect`` changes nothing and reports."""
     idle: Literal["zero_gradient", "untouched"] = "zero_gradient"
     """What a step does to a parameter that no backward of the window reached. ``zero_gradient`` steps it with a zero
-    gradient: momentum and weight decay still act on it. ``untouched`` puts its master weights and optimizer state back, as
-    plain PyTorch leaves a parameter whose grad is None; it copies the idle parameters once a step. A step counter that
-    the optimizer keeps per flat partition (Adam's) still counts that step."""
+    gradient: momentum and weight decay still act on it. ``untouched`` puts its master weights and optimizer state
+    back, as plain PyTorch leaves a parameter whose grad is None; it copies the idle parameters once a step. A step
+    counter that the optimizer keeps per flat partition (Adam's) still counts that step."""
 
 
 class AccumulatorResetGuard(Guard):
     """Keeps stale gradients away from the optimizer, and lost ones on their way to it.
 
-    Source of the claim: docs/faults/stale_gradient.md, with the measured table; DeepSpeed issues 5241, 7439 and pull request 7981.
-    Stages 1 to 3. LOCAL, but for one reduction of ZeRO-1 with overlap_comm that DeepSpeed itself leaves out.
+    Source of the claim: docs/faults/stale_gradient.md, with the measured table; DeepSpeed issues 5241, 7439 and pull
+    request 7981. Stages 1 to 3. LOCAL, but for one reduction of ZeRO-1 with overlap_comm that DeepSpeed itself leaves
+    out.
     """
 
     name = "accumulator_reset"
@@ -124,7 +125,7 @@ class AccumulatorResetGuard(Guard):
                 seen="reached by a non-boundary backward only, and not copied to what the optimizer consumes",
                 effect="these parameters are stepped without their gradient",
                 cause="ZeRO copies only the parameters that the boundary backward reached",
-                remedy="set accumulator_reset to action: repair, or make the last backward of the window reach them all",
+                remedy="set accumulator_reset to action: repair, or let the last backward of the window reach them all",
             )
         if overwritten:
             yield from self._report(
@@ -134,10 +135,10 @@ class AccumulatorResetGuard(Guard):
                 seen=f"{overwritten + 1} backwards at an accumulation boundary before one step",
                 effect="only the last backward's gradient is applied",
                 cause="at gradient_accumulation_steps = 1 every backward is a boundary and replaces the one before",
-                remedy="set accumulator_reset to action: repair, or gradient_accumulation_steps to the number of backwards",
+                remedy="set accumulator_reset to action: repair, or gradient_accumulation_steps to that number",
             )
 
-    def _report(self, kind: str, subject: tuple[str, ...], **text: str) -> Iterable[Outcome]:
+    def _report(self, kind: str, subject: tuple[str, ...], **text: Any) -> Iterable[Outcome]:
         """Once a kind: the first contaminated step says it all."""
         if kind not in self.reported:
             self.reported.add(kind)

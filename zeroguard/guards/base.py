@@ -48,8 +48,9 @@ class GuardModel(BaseModel):
 class Choice:
     """Whether a guard acts on an engine, and why.
 
-    ``status``: ``selected``; ``not_needed`` (the accelerator or the stage cannot have the fault, and asking for the guard
-    by name is no mistake); ``not_applicable`` (the guard has nothing to act on: an error when asked for by name).
+    ``status``: ``selected``; ``not_needed`` (the accelerator or the stage cannot have the fault, and asking for the
+    guard by name is no mistake); ``not_applicable`` (the guard has nothing to act on: an error when asked for by
+    name).
     """
 
     status: Literal["selected", "not_needed", "not_applicable"]

@@ -18,9 +18,10 @@ class HostReadConfig(GuardModel):
     name: Literal["host_read"] = "host_read"
     """The guard's name."""
     mode: Literal["transparent", "explicit"] = "transparent"
-    """``transparent``: reads through ``optimizer.accumulated_grads_in_cpu``, ``optimizer.single_partition_of_fp32_groups`` (the fp32
-    gradients), ZeRO-3's gradient partitions and ``safe_get_full_grad`` wait by themselves; a tensor that you took out of them before
-    and kept does not: give it to ``session.host_read``. ``explicit``: only ``session.host_read`` waits."""
+    """``transparent``: reads through ``optimizer.accumulated_grads_in_cpu``,
+    ``optimizer.single_partition_of_fp32_groups`` (the fp32 gradients), ZeRO-3's gradient partitions and
+    ``safe_get_full_grad`` wait by themselves; a tensor that you took out of them before and kept does not: give it to
+    ``session.host_read``. ``explicit``: only ``session.host_read`` waits."""
     wait: Literal["event", "stream", "device"] = "event"
     """What is waited for: the copies (``event``), everything on the streams that copied (``stream``), or the device."""
 
@@ -28,8 +29,8 @@ class HostReadConfig(GuardModel):
 class HostReadGuard(Guard):
     """Waits before the host reads offloaded accumulators.
 
-    Source of the claim: on one H200, 288 of 400 reads of ``accumulated_grads_in_cpu`` after ZeRO-2 backwards (pinned, DeepSpeed
-    0.19.8) were wrong, 0 of 400 with the wait. Stages 1 to 3 with the optimizer offloaded to the CPU. LOCAL.
+    Source of the claim: on one H200, 288 of 400 reads of ``accumulated_grads_in_cpu`` after ZeRO-2 backwards (pinned,
+    DeepSpeed 0.19.8) were wrong, 0 of 400 with the wait. Stages 1 to 3 with the optimizer offloaded to the CPU. LOCAL.
     """
 
     name = "host_read"
@@ -42,7 +43,7 @@ class HostReadGuard(Guard):
         if facts.resolves_data_dependency:
             return Choice(
                 "not_needed",
-                f"accelerator '{facts.accelerator}' resolves data dependencies itself: copies land before Python goes on",
+                f"accelerator '{facts.accelerator}' resolves data dependencies: copies land before Python goes on",
             )
         return Choice(
             "selected",

@@ -34,21 +34,22 @@ class ParamStatusConfig(GuardModel):
     name: Literal["param_status"] = "param_status"
     """The guard's name."""
     action: Literal["raise", "warn", "repair"] = "repair"
-    """``repair`` waits for the gathers and releases them, and reports only what cannot be put right; ``raise`` and ``warn`` change nothing
-    and report with that severity."""
+    """``repair`` waits for the gathers and releases them, and reports only what cannot be put right; ``raise`` and
+    ``warn`` change nothing and report with that severity."""
     check_at: tuple[CheckPoint, ...] = EVERYWHERE
     """The points of the loop where the status is checked. At ``exception`` nothing is waited for, because a rank
     that failed may never have launched its part of a gather; the next point does that."""
     gathered_boundaries: int = Field(default=3, ge=1)
-    """Steps in a row after which a parameter that is not persistent may still be gathered when the next training forward
-    begins, before a warning."""
+    """Steps in a row after which a parameter that is not persistent may still be gathered when the next training
+    forward begins, before a warning."""
 
 
 class ParamStatusGuard(Guard):
     """Validates ZeRO-3 parameter status.
 
-    NOT_AVAILABLE and AVAILABLE are both legal at a boundary; INFLIGHT, a registry that is not empty and a submodule that is
-    still active are not. Source of the claim: docs/faults/in_flight.md; DeepSpeed issues 3068, 3156, 5381. Stage 3. LOCAL.
+    NOT_AVAILABLE and AVAILABLE are both legal at a boundary; INFLIGHT, a registry that is not empty and a submodule
+    that is still active are not. Source of the claim: docs/faults/in_flight.md; DeepSpeed issues 3068, 3156, 5381.
+    Stage 3. LOCAL.
     """
 
     name = "param_status"
@@ -128,7 +129,7 @@ class ParamStatusGuard(Guard):
                 "gathers of parameters that are not INFLIGHT",
                 effect="the parameter can neither be waited for nor fetched; reads of it are undefined",
                 cause="a gather was started or released outside DeepSpeed's own forward and backward",
-                remedy="do not call param.all_gather() or param.partition() yourself; use deepspeed.zero.GatheredParameters",
+                remedy="use deepspeed.zero.GatheredParameters instead of param.all_gather() and param.partition()",
             )
         elif not self.repair and (status.in_flight or status.registry or status.active):
             yield self.finding(
@@ -139,7 +140,7 @@ class ParamStatusGuard(Guard):
                 seen=f"{where}: {len(status.in_flight)} INFLIGHT, {status.registry} in the registry, "
                 f"{len(status.active)} claimed by a submodule",
                 effect="a read of such a parameter returns memory that is still being written",
-                cause="a forward that stopped early, an exception, or an evaluation prefetched parameters that nothing used",
+                cause="a forward that stopped early, an exception or an evaluation prefetched what nothing then used",
                 remedy="set param_status to action: repair",
             )
 
@@ -157,6 +158,6 @@ class ParamStatusGuard(Guard):
                 expected="a parameter that is not persistent is partitioned again after a step",
                 seen=f"still gathered {limit} steps in a row: {sum(sizes[n] for n in late) / MIB:.2f} MiB",
                 effect="ZeRO-3 does not save this memory",
-                cause="param.all_gather() without param.partition(), or a GatheredParameters context that is never left",
-                remedy="gather inside 'with deepspeed.zero.GatheredParameters(params):' and leave it before the forward",
+                cause="param.all_gather() without param.partition(), or a GatheredParameters that is never left",
+                remedy="gather in 'with deepspeed.zero.GatheredParameters(params):' and leave it before the forward",
             )

@@ -25,15 +25,15 @@ class RetainedGraphConfig(GuardModel):
     name: Literal["retained_graph"] = "retained_graph"
     """The guard's name."""
     action: Literal["repair", "detect"] = "repair"
-    """``repair`` gives every further backward its own preprocess and epilogue; ``detect`` changes nothing and reports the
-    first contaminated step with the pattern that caused it."""
+    """``repair`` gives every further backward its own preprocess and epilogue; ``detect`` changes nothing and reports
+    the first contaminated step with the pattern that caused it."""
 
 
 class RetainedGraphGuard(Guard):
     """Resets the backward preprocess state.
 
-    Source of the claim: docs/faults/retained_graph.md, with the measured table; DeepSpeed issues 7352 and pull requests 8045 and 8135.
-    Stages 0 to 3. LOCAL.
+    Source of the claim: docs/faults/retained_graph.md, with the measured table; DeepSpeed issues 7352 and pull
+    requests 8045 and 8135. Stages 0 to 3. LOCAL.
     """
 
     name = "retained_graph"
@@ -106,7 +106,7 @@ class RetainedGraphGuard(Guard):
                 expected="one backward over each forward's graph, or a preprocess and an epilogue for each backward",
                 seen=self.pattern,
                 effect="the update is silently wrong, or DeepSpeed crashes here or one step later",
-                cause="DeepSpeed prepares a backward once per forward; the second over a retained graph runs without it",
+                cause="DeepSpeed prepares a backward once per forward; a second one over the graph runs without",
                 remedy=REMEDY,
             )
 

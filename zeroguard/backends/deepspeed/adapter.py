@@ -40,7 +40,7 @@ class DeepSpeedBackend:
         self.steps = int(getattr(engine, "global_steps", 0))
         self.in_step = False
         self.step_depth = 0
-        self.repairing = frozenset()
+        self.repairing: frozenset[str] = frozenset()
         self.after_step: Callable[[], None] = lambda: None
         self.tracker = BackwardTracker(engine, facts.stage)
         self.copies = HostCopies(self.optimizer, accelerator, own_events=facts.own_copy_events)
@@ -59,7 +59,7 @@ class DeepSpeedBackend:
             )
         return Accumulators(self.engine, self.names)
 
-    # -- attach and detach -----------------------------------------------------------------------------------------------
+    # -- attach and detach -------------------------------------------------------------------------------------------
 
     def attach(self, emit: Emit, guards: Sequence[str], *, repairing: Sequence[str], transparent_reads: bool) -> None:
         """Wrap what these guards need. ``repairing`` are those of them that may change what DeepSpeed does."""
@@ -76,9 +76,9 @@ class DeepSpeedBackend:
         method(optimizer, "step", self._wrap_optimizer_step)
         if wanted & GRADIENT_GUARDS:
             self._attach_gradients()
-        if "accumulator_reset" in self.repairing and self.facts.layout in (1, 2) and self.facts.offload:
-            if drops_micro_batches(self.facts.deepspeed_version):
-                keep_micro_batches(optimizer, method)
+        offloaded = self.facts.layout in (1, 2) and self.facts.offload
+        if "accumulator_reset" in self.repairing and offloaded and drops_micro_batches(self.facts.deepspeed_version):
+            keep_micro_batches(optimizer, method)
         if "accumulator_reset" in wanted:
             method(engine, "zero_grad", self._wrap_zero_grad("engine"))
             method(engine.module, "zero_grad", self._wrap_zero_grad("module"))
@@ -228,7 +228,7 @@ class DeepSpeedBackend:
     def _raised(self, phase: ev.Phase, error: BaseException) -> None:
         self.emit(ev.Raised(phase, f"{type(error).__name__}: {error}"))
 
-    # -- the course of a backward ------------------------------------------------------------------------------------------
+    # -- the course of a backward ------------------------------------------------------------------------------------
 
     def _boundary(self) -> bool:
         if getattr(self.engine, "inside_no_sync_ctxt", False):
@@ -284,7 +284,8 @@ class DeepSpeedBackend:
         return prologue
 
     def _with_epilogue(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Stage 0: DeepSpeed refuses loss.backward() there, because nothing would run its epilogue; here something does."""
+        """Stage 0: DeepSpeed refuses loss.backward() there, because nothing would run its epilogue; here something
+        does."""
         engine = self.engine
 
         def prologue(*args: Any, **kwargs: Any) -> Any:

@@ -3,8 +3,8 @@
 DeepSpeed (0.18 and later) runs its preprocess once per forward, from hooks on the forward's outputs, not once per
 backward (runtime/utils.py, OutputBackwardHookManager); its hook state is reset by the next forward only
 (runtime/base_optimizer.py, BackwardHookStateManager); and ZeRO-3 modules count the backward visits that a forward
-announced and use them up (runtime/zero/parameter_offload.py). A second backward over the same forward therefore runs without
-its preprocess, its epilogue and its parameters. This file sees each backward begin, and puts those three back.
+announced and use them up (runtime/zero/parameter_offload.py). A second backward over the same forward therefore runs
+without its preprocess, its epilogue and its parameters. This file sees each backward begin, and puts those three back.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class BackwardTracker:
         self.in_window = 0
         self.boundary_in_window = False
 
-    # -- state and repairs -----------------------------------------------------------------------------------------------
+    # -- state and repairs -------------------------------------------------------------------------------------------
 
     @property
     def hook_state(self) -> Any:

@@ -1,8 +1,8 @@
 """BF16_Optimizer: ZeRO-1 with bf16 parameters and fp32 gradient accumulation, not offloaded.
 
-Read from DeepSpeed's runtime/bf16_optimizer.py: every backward is added to fp32 gradients that live beside the parameters; only
-``clear_hp_grads`` clears them, and the preprocess of a backward (not run for a second one over the same forward) clears
-the bf16 gradients that would otherwise be added twice.
+Read from DeepSpeed's runtime/bf16_optimizer.py: every backward is added to fp32 gradients that live beside the
+parameters; only ``clear_hp_grads`` clears them, and the preprocess of a backward (not run for a second one over the
+same forward) clears the bf16 gradients that would otherwise be added twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What older releases get wrong in ordinary gradient accumulation, and how it is put right there.
 
 * Up to 0.18, optimizer on the CPU: only the first micro-batch of a window and the last one count, and with
-  gradient_accumulation_steps = 1 a backward that is no boundary is dropped altogether. Fixed upstream by pull request 7967.
+  gradient_accumulation_steps = 1 a backward that is no boundary is dropped altogether. Fixed upstream by pull
+  request 7967.
 * 0.17.0 to 0.18.2, not offloaded: a backward that is no boundary replaces the one before (issue 7718).
 
 Both are wrong in a plain loop without any retained graph. LOCAL.

@@ -102,7 +102,8 @@ class ParamWatch:
 
 
 def _complete(handle: Any) -> bool:
-    """Whether a gather is done. One handle serves several parameters: waiting for one leaves the others' entries behind."""
+    """Whether a gather is done. One handle serves several parameters: waiting for one leaves the others' entries
+    behind."""
     parts = getattr(handle, "handles", None)
     if parts is not None:
         return all(_complete(part) for part in parts)

@@ -30,7 +30,7 @@ class Accumulators:
         self.entered: set[int] = set()
         self.first = True
         #: copies of idle parameters' slices: (place, value), and slices whose optimizer state did not exist yet
-        self.shelf: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.shelf: list[tuple[Any, torch.Tensor]] = []
         self.stateless: list[tuple[Any, int, int]] = []
 
     def enter(self, param: Any) -> None:

@@ -25,8 +25,8 @@ class Patches:
     def method(self, obj: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace ``obj.name`` by ``make(original)``, as an attribute of the instance.
 
-        ``functools.wraps`` keeps the signature: Hugging Face inspects save_checkpoint's. After :meth:`undo` a wrapper that
-        somebody kept, or wrapped in turn, only calls through.
+        ``functools.wraps`` keeps the signature: Hugging Face inspects save_checkpoint's. After :meth:`undo` a wrapper
+        that somebody kept, or wrapped in turn, only calls through.
         """
         original = getattr(obj, name)
         inner = make(original)

@@ -5,10 +5,11 @@ Read from DeepSpeed's runtime/zero/stage_1_and_2.py, releases 0.16.9 to 0.19.8:
 * not offloaded: each boundary backward replaces ``averaged_gradients``; several of them before one step overwrite each
   other, so earlier ones are *carried* and added;
 * offloaded: a non-boundary backward goes to ``accumulated_grads_in_cpu``, a boundary backward writes its parameters'
-  slices of the fp32 partition's ``.grad``, and nothing ever clears the slices of the others. Slices that this window did not
-  write keep an earlier window's gradient (*stale*); parameters that only a non-boundary backward reached never get
-  there (*lost*);
-* fp32 accumulation of lower-precision parameters (0.19.8): one flat buffer adds everything up and is copied by parameter.
+  slices of the fp32 partition's ``.grad``, and nothing ever clears the slices of the others. Slices that this window
+  did not write keep an earlier window's gradient (*stale*); parameters that only a non-boundary backward reached never
+  get there (*lost*);
+* fp32 accumulation of lower-precision parameters (0.19.8): one flat buffer adds everything up and is copied by
+  parameter.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Stage 3: where gradients wait for the step, and how that is put right.
 
 Read from DeepSpeed's runtime/zero/stage3.py, releases 0.16.9 to 0.19.8: each parameter has a slice of one flat
-buffer of gradient partitions. The first backward of a window copies into it, later ones add; a parameter that the first one
-did not reach keeps an earlier window's gradient, and a later one adds to that. With an offloaded optimizer, a boundary
-backward copies the slices of the parameters that it reached to the fp32 partition's ``.grad``, and only those.
+buffer of gradient partitions. The first backward of a window copies into it, later ones add; a parameter that the
+first one did not reach keeps an earlier window's gradient, and a later one adds to that. With an offloaded optimizer,
+a boundary backward copies the slices of the parameters that it reached to the fp32 partition's ``.grad``, and only
+those.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ __all__ = ["Zero3Accumulators"]
 
 
 class Zero3Accumulators(Accumulators):
-    """Accumulators of DeepSpeedZeroOptimizer_Stage3. ``wait`` returns once pending device-to-host copies have landed."""
+    """Accumulators of DeepSpeedZeroOptimizer_Stage3. ``wait`` returns once pending device-to-host copies have
+    landed."""
 
     def __init__(self, engine: Any, names: dict[int, str], wait: Any, *, fresh: bool) -> None:
         super().__init__(engine, names)
