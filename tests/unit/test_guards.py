@@ -495,7 +495,7 @@ def test_gathered_for_long() -> None:
         severity="warning",
         subject=("w1", "w2"),
         step=3,
-        seen="gathered for 3 steps: 2.0 MiB",
+        seen="still gathered 3 steps in a row: 2.00 MiB",
     )
     assert engine.requests == []
 
