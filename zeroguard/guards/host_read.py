@@ -29,9 +29,10 @@ class HostReadConfig(GuardModel):
 class HostReadGuard(Guard):
     """Waits before the host reads offloaded accumulators.
 
-    Source of the claim: on one H200, ZeRO-2, pinned, overlap_comm false, 101 of 402 reads of ``accumulated_grads_in_cpu``
-    right after a backward were wrong on DeepSpeed 0.19.8, 401 on 0.19.2 and 131 on 0.18.5; with the wait none of 402 on
-    each (docs/gpu.md). Stages 1 to 3 with the optimizer offloaded to the CPU. LOCAL.
+    Source of the claim: on one H200, ZeRO-2, pinned, overlap_comm false, 101 of 402 reads of
+    ``accumulated_grads_in_cpu`` right after a backward were wrong on DeepSpeed 0.19.8, 401 on 0.19.2 and 131 on
+    0.18.5; with the wait none of 402 on each (docs/gpu.md). Stages 1 to 3 with the optimizer offloaded to the CPU.
+    LOCAL.
     """
 
     name = "host_read"
