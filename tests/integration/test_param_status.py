@@ -56,3 +56,15 @@ def test_nothing_in_flight_before_a_checkpoint(lab: Lab, tmp_path: Path) -> None
         assert answer["before"]["registry"] > 0
         assert answer["after"]["registry"] == 0
         assert answer["findings"] == []
+
+
+def test_a_finding_on_one_rank_stops_all_ranks_at_the_same_step(lab: Lab) -> None:
+    """None is left waiting in a collective, and DeepSpeed's own bookkeeping of the step is complete."""
+    first, second = lab.run(2, {"call": "status.one_rank"})
+    for answer in (first, second):
+        assert answer["raised"].startswith("GuardViolation"), answer
+        assert answer["steps"] == 2
+        assert answer["global_steps"] == 3
+    assert "l.2.weight" in first["raised"]
+    assert "rank(s) 0 found a violation" in second["raised"]
+    assert second["findings"] == []

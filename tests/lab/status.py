@@ -138,3 +138,28 @@ def checkpoint(folder: str) -> dict[str, Any]:
     answer = {"before": before, "after": after, **lab.record(session)}
     lab.release(engine)
     return answer
+
+
+def one_rank() -> dict[str, Any]:
+    """Rank 0 alone sees a contradiction in the middle of step 2; both ranks must stop at the end of that step."""
+    import torch.distributed as dist
+
+    engine, x = _engine()
+    answer: dict[str, Any] = {"raised": "", "steps": 0}
+    try:
+        with lab.guard_of(engine, True) as session:
+            for step in range(5):
+                if step == 2 and dist.get_rank() == 0:
+                    param = engine.module.l[2].weight
+                    kept, param.ds_status = param.ds_status, type(param.ds_status).INFLIGHT
+                    engine.eval()
+                    param.ds_status = kept
+                    engine.train()
+                _train(engine, x)
+                answer["steps"] += 1
+    except Exception as error:
+        answer["raised"] = f"{type(error).__name__}: {error}"
+        answer["global_steps"] = int(engine.global_steps)
+    answer |= lab.record(session)
+    lab.release(engine)
+    return answer

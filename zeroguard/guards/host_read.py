@@ -47,9 +47,11 @@ class HostReadGuard(Guard):
                 "not_needed",
                 f"accelerator '{facts.accelerator}' resolves data dependencies: copies land before Python goes on",
             )
+        events = "DeepSpeed's own events" if facts.own_copy_events else "events recorded at each copy"
         return Choice(
             "selected",
-            f"{facts.describe()} on '{facts.accelerator}': gradients are copied to host memory behind Python's back",
+            f"{facts.describe()} on '{facts.accelerator}': gradients are copied to host memory behind Python's back; "
+            f"reads wait for {events}",
         )
 
     def handlers(self) -> dict[type[ev.Event], Any]:
