@@ -326,7 +326,8 @@ def _attach(session: Session, backend: Any) -> None:
     backend.copies.on_read = lambda what: session.emit(ev.HostRead(what))
     backend.attach(
         session.emit,
-        list(options),
+        list(session._table),
+        guards=list(options),
         repairing=repairing,
         transparent_reads=reads is not None and reads.mode == "transparent",
     )

@@ -156,10 +156,12 @@ def test_manual_backward_isolation_across_steps(lab: Lab, stage: int, offload: b
         assert answer["findings"] == []
 
 
-@pytest.mark.parametrize("scenario", ["three_backwards", "two_forwards", "interleaved"])
+@pytest.mark.parametrize("scenario", ["three_backwards", "two_forwards", "interleaved", "input_gradient", "penalty"])
 @pytest.mark.parametrize(("stage", "offload"), CONFIGURATIONS[1:])
 def test_kinds_beyond_two_losses(lab: Lab, stage: int, offload: bool, scenario: str) -> None:
-    """Several backwards over one graph, several graphs before one step."""
+    """Several backwards over one graph, several graphs before one step, a gradient with respect to an input."""
+    if stage == 3 and scenario == "penalty":
+        pytest.skip("a backward through a ZeRO-3 backward needs parameters that DeepSpeed has released by then")
     case = {"call": "retained.beyond", "scenario": scenario, "stage": stage, "offload": offload}
     for answer in lab.run(2, case):
         assert answer.get("differences"), answer

@@ -94,9 +94,14 @@ def _scenario(model: Any, scenario: str, x: torch.Tensor, backward: Any) -> None
         first, second = lab.losses(model, x), lab.losses(model, x * 0.5 + 1)
         backward(first[0] + first[1])
         backward(second[0])
-    else:  # interleaved
+    elif scenario == "interleaved":
         first = lab.losses(model, x)
         backward(first[0], retain_graph=True)
         second = lab.losses(model, x * 0.5 + 1)
         backward(second[0])
         backward(first[1])
+    else:  # torch.autograd.grad runs a graph task over the same forward first: a look at, or a penalty on, its gradient
+        x = x.clone().requires_grad_(True)
+        one, two = lab.losses(model, x)
+        (grad,) = torch.autograd.grad(one, x, create_graph=scenario == "penalty", retain_graph=True)
+        backward(one + two + grad.pow(2).sum())

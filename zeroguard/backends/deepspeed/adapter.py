@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ from zeroguard.backends.deepspeed.zero12 import Zero12Accumulators
 
 __all__ = ["DeepSpeedBackend"]
 
-GRADIENT_GUARDS = frozenset({"retained_graph", "accumulator_reset"})
+GRADIENT_EVENTS = frozenset(
+    {ev.BackwardBegin, ev.GraphReached, ev.BackwardReduce, ev.BackwardEnd, ev.BackwardAborted, ev.ZeroGrad}
+)
 Emit = Callable[[ev.Event], None]
 
 
@@ -36,10 +38,12 @@ class DeepSpeedBackend:
         self.accelerator = accelerator
         self.names = {id(p): name for name, p in engine.module.named_parameters()}
         self.patches = Patches()
+        self._current: Forward | None = None
         self.emit: Emit = lambda event: None
         self.steps = int(getattr(engine, "global_steps", 0))
         self.in_step = False
         self.step_depth = 0
+        self.stepped = False
         self.repairing: frozenset[str] = frozenset()
         self.after_step: Callable[[], None] = lambda: None
         self.tracker = BackwardTracker(engine, facts.stage)
@@ -61,12 +65,20 @@ class DeepSpeedBackend:
 
     # -- attach and detach -------------------------------------------------------------------------------------------
 
-    def attach(self, emit: Emit, guards: Sequence[str], *, repairing: Sequence[str], transparent_reads: bool) -> None:
-        """Wrap what these guards need. ``repairing`` are those of them that may change what DeepSpeed does."""
+    def attach(
+        self,
+        emit: Emit,
+        events: Collection[type[ev.Event]],
+        *,
+        guards: Collection[str],
+        repairing: Collection[str],
+        transparent_reads: bool,
+    ) -> None:
+        """Wrap what gives these events. ``repairing`` are the guards that may change what DeepSpeed does."""
         self.emit = emit
         self.repairing = frozenset(repairing)
-        wanted = frozenset(guards)
-        if "accumulator_reset" in wanted:
+        wanted = frozenset(events)
+        if "accumulator_reset" in guards:
             self.accumulators = self._accumulators()
         method = self.patches.method
         engine, optimizer = self.engine, self.optimizer
@@ -74,20 +86,21 @@ class DeepSpeedBackend:
         method(engine, "backward", self._wrap_backward)
         method(engine, "step", self._wrap_engine_step)
         method(optimizer, "step", self._wrap_optimizer_step)
-        if wanted & GRADIENT_GUARDS:
+        if wanted & GRADIENT_EVENTS:
             self._attach_gradients()
         offloaded = self.facts.layout in (1, 2) and self.facts.offload
         if "accumulator_reset" in self.repairing and offloaded and drops_micro_batches(self.facts.deepspeed_version):
             keep_micro_batches(optimizer, method)
-        if "accumulator_reset" in wanted:
+        if ev.ZeroGrad in wanted:
             method(engine, "zero_grad", self._wrap_zero_grad("engine"))
             method(engine.module, "zero_grad", self._wrap_zero_grad("module"))
             if hasattr(optimizer, "zero_grad"):
                 method(optimizer, "zero_grad", self._wrap_zero_grad("optimizer"))
-        if "host_read" in wanted:
+        if "host_read" in guards:
             self._attach_copies(transparent_reads)
-        if "param_status" in wanted:
+        if ev.ModeChange in wanted:
             method(engine.module, "train", self._wrap_train)
+        if ev.CheckpointBegin in wanted:
             method(engine, "save_checkpoint", self._wrap_save)
 
     def _attach_gradients(self) -> None:
@@ -190,7 +203,9 @@ class DeepSpeedBackend:
                 out = original(*args, **kwargs)
             finally:
                 self.step_depth -= 1
-            if not self.step_depth:
+            if not self.step_depth and self.stepped:
+                # Once an optimizer step, not once a micro-batch; and after DeepSpeed's own bookkeeping.
+                self.stepped = False
                 self.after_step()
             return out
 
@@ -219,6 +234,7 @@ class DeepSpeedBackend:
             tracker.reset_window()
             self.steps += 1
             self.emit(ev.StepEnd(self.steps, applied, tracker.pending_forward))
+            self.stepped = bool(self.step_depth)
             if not self.step_depth:
                 self.after_step()
             return out
@@ -314,14 +330,35 @@ class DeepSpeedBackend:
     def _wrap_epilogue(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def epilogue(*args: Any, **kwargs: Any) -> Any:
             running = self.tracker.running
-            if running is not None:
+            if running is None:
+                return original(*args, **kwargs)
+            if self._nothing_to_reduce():
+                # torch.autograd.grad with respect to an input: no parameter received a gradient, and DeepSpeed's
+                # reduction would read a bucket that was never set up.
+                running.boundary = False
+                out = self._without_reduction(original, *args, **kwargs)
+            else:
                 self.emit(ev.BackwardReduce(running.number, running.boundary))
-            out = original(*args, **kwargs)
-            if running is not None and running.by == "loss.backward":
+                out = original(*args, **kwargs)
+            if running.by == "loss.backward":
                 self._end()
             return out
 
         return epilogue
+
+    def _nothing_to_reduce(self) -> bool:
+        if "retained_graph" not in self.repairing or self.facts.layout not in (1, 2):
+            return False
+        return not self.optimizer.ready_for_gradients
+
+    def _without_reduction(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        engine = self.engine
+        allreduce = engine.enable_backward_allreduce
+        engine.enable_backward_allreduce = False
+        try:
+            return original(*args, **kwargs)
+        finally:
+            engine.enable_backward_allreduce = allreduce
 
     def _end(self) -> None:
         running = self.tracker.running
@@ -453,7 +490,9 @@ class DeepSpeedBackend:
         return self.tracker.rearm(prologue)
 
     def restore_counters(self, forward: int) -> Sequence[Done]:
-        return self.tracker.restore(self._current) if self.tracker.modules else []
+        if not self.tracker.modules or self._current is None or self._current.number != forward:
+            return []
+        return self.tracker.restore(self._current)
 
     def rest_backward(self) -> Sequence[Done]:
         return self.tracker.rest()

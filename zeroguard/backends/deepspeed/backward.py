@@ -179,6 +179,8 @@ class BackwardTracker:
         self.since_reset = 0
         if prologue is not None:
             prologue()
+        if state is None and prologue is None:
+            return []  # before 0.18 there is no such state
         return [Done("backward_rearmed", (), "A further backward got its own preprocess, epilogue and micro-step.")]
 
     def restore(self, record: Forward) -> list[Done]:

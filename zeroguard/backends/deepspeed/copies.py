@@ -2,8 +2,7 @@
 
 From 0.19.8 DeepSpeed keeps the newest event of each stream that copies gradients to the host
 (``_pending_offload_events``); those are used. On older releases the same is recorded here, right after each copy. The
-wait is for these events, not for the device: on an H200, with 50 ms of unrelated work on another stream, 1.2 ms against
-50.5 ms for a device synchronization (``zeroguard/docs/gpu``).
+wait is for these events, not for the device, where other work may be running.
 """
 
 from __future__ import annotations
