@@ -7,6 +7,7 @@ step, so that none is left waiting in a collective.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,20 +15,25 @@ import torch.distributed as dist
 __all__ = ["ranks_with"]
 
 
-def ranks_with(flag: bool, *, world_size: int, device: str = "cpu") -> Sequence[int]:
-    """COLLECTIVE over the default group: the ranks on which ``flag`` is true.
+def ranks_with(flag: bool, *, groups: Sequence[Any] = (), device: str = "cpu") -> Sequence[int]:
+    """COLLECTIVE over ``groups``, one after the other: the global ranks on which ``flag`` is true.
 
-    One all-reduce of ``world_size`` bytes. With one rank, or without a process group, no communication.
+    One all-reduce a group, of one byte a rank of the whole job. Without groups, with one rank or without a process
+    group there is no communication.
 
     Args:
         flag: this rank's word.
-        world_size: ranks of the default group.
+        groups: the process groups whose ranks train together: the engine's data-parallel group, then its
+            model-parallel group. Ranks of other engines are not in them and are not waited for.
         device: where the backend's tensors live, such as ``cuda``.
     """
-    if world_size == 1 or not (dist.is_available() and dist.is_initialized()):
-        return [0] if flag else []
+    alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+    if alone or not groups:
+        rank = 0 if alone else dist.get_rank()
+        return [rank] if flag else []
     votes = torch.zeros(dist.get_world_size(), dtype=torch.uint8, device=device)
     if flag:
         votes[dist.get_rank()] = 1
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+    for group in groups:
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
     return [rank for rank, vote in enumerate(votes.tolist()) if vote]

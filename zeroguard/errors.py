@@ -93,9 +93,10 @@ class GuardViolation(ZeroGuardError):
 
     def _text(self) -> str:
         if self.findings:
-            head = f"{len(self.findings)} violation(s) of the training loop's lifecycle"
+            count = len(self.findings)
+            head = f"zeroguard stopped training: {count} error{'s' if count > 1 else ''}"
             return "\n\n".join([head, *(f.text() for f in self.findings)])
-        where = "" if self.step is None else f" at step {self.step}"
+        where = "" if self.step is None else f" by the end of step {self.step}"
         who = ", ".join(map(str, self.ranks)) or "another rank"
         return (
             f"rank(s) {who} found a violation{where}; this rank stops with them so that none waits in a collective. "

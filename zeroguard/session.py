@@ -109,6 +109,7 @@ class Session:
             self._add(cls(options, self._backend), stats)
 
     def _add(self, guard_: Guard, stats: GuardStats) -> None:
+        guard_.step = self._backend.steps
         self._guards.append(guard_)
         for event, handler in guard_.handlers().items():
             self._table.setdefault(event, []).append((guard_, stats, handler))
@@ -128,6 +129,8 @@ class Session:
 
     def emit(self, event: ev.Event) -> None:
         """LOCAL. Feed one event to the guards; called by the backend."""
+        if self.closed and not isinstance(event, ev.Close):
+            return  # closed inside a forward or a backward: what is still on its way is nobody's business any more
         self._move(event)
         for guard_, stats, handler in self._table.get(type(event), ()):
             began = perf_counter()
@@ -178,19 +181,18 @@ class Session:
         Raises:
             GuardViolation: with this rank's findings; without any on ranks that only follow.
         """
-        if self.config.on_violation != "raise":
+        if self.closed or self.config.on_violation != "raise":
             self._pending.clear()
             return
         facts = self._backend.facts
         mine = bool(self._pending)
         ranks: Sequence[int] = [facts.rank] if mine else []
         if self.config.agree:
-            ranks = ranks_with(mine, world_size=facts.world_size, device=facts.accelerator)
+            ranks = ranks_with(mine, groups=self._backend.groups, device=facts.accelerator)
         if not ranks:
             return
         pending, self._pending = self._pending, []
-        step = pending[0].step if pending else max((g.step for g in self._guards), default=0)
-        raise GuardViolation(pending, ranks=ranks, step=step)
+        raise GuardViolation(pending, ranks=ranks, step=max((g.step for g in self._guards), default=0))
 
     # -- what a user calls -------------------------------------------------------------------------------------------
 
@@ -221,8 +223,9 @@ class Session:
         return self.summary().rows
 
     def close(self) -> None:
-        """LOCAL. Give everything back that was wrapped. Idempotent; the context manager calls it, also when the loop
-        raised.
+        """LOCAL, on every rank at the same place. Give everything back that was wrapped.
+
+        Idempotent; the context manager calls it, also when the loop raised.
 
         No collective is called and, after an exception, nothing is waited for.
         """
@@ -235,7 +238,8 @@ class Session:
                 stack.callback(sink.close)
             for action in self._on_close:
                 stack.callback(action)
-            self.emit(ev.Close(self._failed))
+            # In the middle of a forward or a backward nothing is at rest that could be checked.
+            self.emit(ev.Close(self._failed or self._backend.busy))
 
     def __enter__(self) -> Session:
         if self.closed:
@@ -272,7 +276,9 @@ _PHASES: dict[type[ev.Event], ev.Phase] = {
 def guard(
     engine: Any, config: GuardConfig | dict[str, Any] | str | Path | None = None, *, sinks: Sequence[object] = ()
 ) -> Session:
-    """Guard an engine. LOCAL. Use as ``with zeroguard.guard(engine) as session:``.
+    """Guard an engine. LOCAL. Use as ``with zeroguard.guard(engine) as session:``, on every rank of the engine: at the
+    end of each optimizer step the ranks agree on whether to go on (unless ``agree`` is false or ``on_violation`` is not
+    ``raise``), and a rank that is not guarded would be waited for.
 
     Args:
         engine: what ``deepspeed.initialize`` returned, or something that leads to it.

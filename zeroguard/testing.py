@@ -107,6 +107,9 @@ class ScriptedEngine:
         done: dict[str, list[Done]] | None = None,
     ) -> None:
         self.facts = facts() if facts_ is None else facts_
+        self.groups: tuple[Any, ...] = ()
+        self.steps = 0
+        self.busy = False
         self.state = state or BackwardState()
         self.status = status or ParamStatus()
         self.stale, self.lost, self.idle = stale, lost, idle

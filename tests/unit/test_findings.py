@@ -121,7 +121,7 @@ def test_violation_message_is_complete() -> None:
 def test_violation_message_has_every_finding() -> None:
     other = replace(FINDING, kind="lost_gradient", subject=("other.weight",))
     message = str(GuardViolation([FINDING, other], ranks=(3,), step=17))
-    assert message.startswith("2 violation(s)")
+    assert message.startswith("zeroguard stopped training: 2 errors")
     assert "stale gradient" in message
     assert "lost gradient" in message
 

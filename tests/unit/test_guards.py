@@ -194,7 +194,7 @@ def test_state_left_over_after_a_step() -> None:
             guard="retained_graph",
             kind="backward_state_left_over",
             severity=severity,
-            seen="depth 1, expected hooks 3, after 1 backward(s)",
+            seen="after 1 backward(s) DeepSpeed still counts 1 as running and expects 3 more parameter gradients",
             repaired=action == "repair",
         )
         assert len(session.findings) == 1

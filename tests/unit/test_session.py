@@ -35,6 +35,9 @@ class FakeBackend:
 
     def __init__(self, facts: EngineFacts = ZERO3) -> None:
         self.facts = facts
+        self.groups: tuple[Any, ...] = ("data-parallel",)
+        self.steps = 0
+        self.busy = False
         self.status = ParamStatus()
         self.state = BackwardState()
         self.stale: tuple[str, ...] = ()
@@ -175,10 +178,10 @@ def test_decisions_do_not_pile_up_under_warn() -> None:
 
 
 def test_a_rank_follows_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[bool, int]] = []
+    asked: list[tuple[bool, tuple[Any, ...]]] = []
 
-    def ranks_with(flag: bool, *, world_size: int, device: str) -> list[int]:
-        asked.append((flag, world_size))
+    def ranks_with(flag: bool, *, groups: tuple[Any, ...], device: str) -> list[int]:
+        asked.append((flag, groups))
         return [1]
 
     monkeypatch.setattr(session_module, "ranks_with", ranks_with)
@@ -186,7 +189,7 @@ def test_a_rank_follows_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     session.emit(ev.StepEnd(5, True))
     with pytest.raises(GuardViolation) as caught:
         session.decide()
-    assert asked == [(False, 2)]
+    assert asked == [(False, ("data-parallel",))]
     assert caught.value.findings == ()
     assert caught.value.ranks == (1,)
     assert "rank(s) 1" in str(caught.value)

@@ -153,9 +153,22 @@ class ParamStatus:
 
 
 class Engine(Protocol):
-    """A training engine as guards see it. Implemented by the DeepSpeed backend and by ``zeroguard.testing``."""
+    """A training engine as guards see it. Implemented by the DeepSpeed backend and by ``zeroguard.testing``.
+
+    Attributes:
+        facts: what is known of it since attach.
+        groups: the process groups whose ranks train together, for the agreement on stopping; empty on one rank.
+        steps: optimizer steps completed.
+    """
 
     facts: EngineFacts
+    groups: Sequence[Any]
+    steps: int
+
+    @property
+    def busy(self) -> bool:
+        """LOCAL: whether a forward or a backward is running."""
+        ...
 
     # -- reads ---------------------------------------------------------------------------------------------------
 

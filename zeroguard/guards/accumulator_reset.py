@@ -11,6 +11,8 @@ from zeroguard.guards.base import Choice, Guard, GuardModel, Outcome
 
 __all__ = ["AccumulatorResetConfig", "AccumulatorResetGuard"]
 
+REMEDY = 'leave "guards" out of the configuration, or write {"name": "accumulator_reset", "action": "repair"}'
+
 
 class AccumulatorResetConfig(GuardModel):
     """Options of the guard ``accumulator_reset``."""
@@ -95,7 +97,7 @@ class AccumulatorResetGuard(Guard):
                 seen=f"{event.backwards} backward(s) of this window stay in ZeRO's accumulators",
                 effect="gradients that you cleared are still added, or consumed by the step",
                 cause="zero_grad clears .grad only; ZeRO has moved the gradients elsewhere by then",
-                remedy="set accumulator_reset to action: repair",
+                remedy=REMEDY,
             )
 
     def _step_begin(self, event: ev.StepBegin) -> Iterable[Outcome]:
@@ -115,7 +117,7 @@ class AccumulatorResetGuard(Guard):
                 seen="the optimizer consumes what an earlier window left in its slice",
                 effect="these parameters move again with an old gradient, on every step",
                 cause="ZeRO writes only the slices of parameters that received a gradient and never clears the others",
-                remedy="set accumulator_reset to action: repair",
+                remedy=REMEDY,
             )
         if lost:
             yield from self._report(
@@ -125,7 +127,7 @@ class AccumulatorResetGuard(Guard):
                 seen="reached by a non-boundary backward only, and not copied to what the optimizer consumes",
                 effect="these parameters are stepped without their gradient",
                 cause="ZeRO copies only the parameters that the boundary backward reached",
-                remedy="set accumulator_reset to action: repair, or let the last backward of the window reach them all",
+                remedy=f"{REMEDY}; or let the last backward of the window reach them all",
             )
         if overwritten:
             yield from self._report(
@@ -135,7 +137,7 @@ class AccumulatorResetGuard(Guard):
                 seen=f"{overwritten + 1} backwards at an accumulation boundary before one step",
                 effect="only the last backward's gradient is applied",
                 cause="at gradient_accumulation_steps = 1 every backward is a boundary and replaces the one before",
-                remedy="set accumulator_reset to action: repair, or gradient_accumulation_steps to that number",
+                remedy=f"{REMEDY}; or set gradient_accumulation_steps to that number",
             )
 
     def _report(self, kind: str, subject: tuple[str, ...], **text: Any) -> Iterable[Outcome]:

@@ -141,7 +141,7 @@ class ParamStatusGuard(Guard):
                 f"{len(status.active)} claimed by a submodule",
                 effect="a read of such a parameter returns memory that is still being written",
                 cause="a forward that stopped early, an exception or an evaluation prefetched what nothing then used",
-                remedy="set param_status to action: repair",
+                remedy='leave "guards" out of the configuration, or write {"name": "param_status", "action": "repair"}',
             )
 
     def _gathered(self, status: ParamStatus) -> Iterable[Outcome]:

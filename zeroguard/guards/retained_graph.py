@@ -12,7 +12,7 @@ from zeroguard.guards.base import Choice, Guard, GuardModel, Outcome
 __all__ = ["RetainedGraphConfig", "RetainedGraphGuard"]
 
 REMEDY = (
-    "keep retained_graph on action: repair, or add the losses and call engine.backward once:\n"
+    'write {"name": "retained_graph", "action": "repair"}, or add the losses and call engine.backward once:\n'
     "      loss = loss_a + loss_b\n"
     "      engine.backward(loss)\n"
     "      engine.step()"
@@ -140,8 +140,9 @@ class RetainedGraphGuard(Guard):
             yield self.finding(
                 "backward_state_left_over",
                 "warning" if self.repair else "error",
-                expected="backward depth 0, no expected gradient hooks left",
-                seen=f"depth {state.depth}, expected hooks {state.hooks}, after {self.window} backward(s)",
+                expected="after a step no backward counts as running and no parameter gradient is expected",
+                seen=f"after {self.window} backward(s) DeepSpeed still counts {state.depth} as running and expects "
+                f"{state.hooks} more parameter gradients",
                 effect="the next step's backward runs with this step's state",
                 cause=self.pattern or "a backward was entered more often than it was left",
                 remedy=REMEDY,

@@ -28,6 +28,16 @@ GRADIENT_EVENTS = frozenset(
 Emit = Callable[[ev.Event], None]
 
 
+def _groups(engine: Any) -> list[Any]:
+    """The process groups whose ranks train together: data-parallel, then model-parallel where there is one."""
+    group = getattr(engine, "seq_data_parallel_group", None) or getattr(engine, "data_parallel_group", None)
+    groups = [] if group is None else [group]
+    mpu = getattr(engine, "mpu", None)
+    if mpu is not None and hasattr(mpu, "get_model_parallel_group") and mpu.get_model_parallel_world_size() > 1:
+        groups.append(mpu.get_model_parallel_group())
+    return groups
+
+
 class DeepSpeedBackend:
     """Implements :class:`zeroguard.backends.base.Engine` for a ``deepspeed.DeepSpeedEngine``, stages 0 to 3."""
 
@@ -46,6 +56,7 @@ class DeepSpeedBackend:
         self.stepped = False
         self.repairing: frozenset[str] = frozenset()
         self.after_step: Callable[[], None] = lambda: None
+        self.groups = _groups(engine)
         self.tracker = BackwardTracker(engine, facts.stage)
         self.copies = HostCopies(self.optimizer, accelerator, own_events=facts.own_copy_events)
         self.params = ParamWatch(engine) if facts.stage == 3 else None
@@ -62,6 +73,11 @@ class DeepSpeedBackend:
                 self.engine, self.names, self.copies.wait, fresh=fresh, version=self.facts.deepspeed_version
             )
         return Accumulators(self.engine, self.names)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a forward or a backward is running."""
+        return self.tracker.depth > 0 or self.tracker.running is not None
 
     # -- attach and detach -------------------------------------------------------------------------------------------
 

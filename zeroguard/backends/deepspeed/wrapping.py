@@ -5,6 +5,7 @@ Everything is set on the instance, never on a class or a module of DeepSpeed, so
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,30 @@ from typing import Any
 __all__ = ["Patches"]
 
 _ABSENT = object()
+
+
+class _Wrapper:
+    """A method of one instance, wrapped. A deep copy of that instance gets its class's own method, not this one."""
+
+    def __init__(
+        self, patches: Patches, obj: Any, name: str, original: Callable[..., Any], inner: Callable[..., Any]
+    ) -> None:
+        functools.update_wrapper(self, original)
+        self._parts = (patches, obj, name, original, inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        patches, _, _, original, inner = self._parts
+        return (inner if patches.live else original)(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # copy.deepcopy(engine.module), as an EMA does it, copies the instance's attributes: with this wrapper in them
+        # the copy's zero_grad() would clear the original's gradients.
+        _, obj, _, original, _ = self._parts
+        copied = memo.get(id(obj))
+        if copied is None:
+            return self
+        function = getattr(original, "__func__", None)
+        return copy.deepcopy(original, memo) if function is None else function.__get__(copied)
 
 
 class Patches:
@@ -29,15 +54,7 @@ class Patches:
         that somebody kept, or wrapped in turn, only calls through.
         """
         original = getattr(obj, name)
-        inner = make(original)
-
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not self.live:
-                return original(*args, **kwargs)
-            return inner(*args, **kwargs)
-
-        self.attribute(obj, name, wrapper)
+        self.attribute(obj, name, _Wrapper(self, obj, name, original, make(original)))
 
     def attribute(self, obj: Any, name: str, value: Any) -> None:
         """Set ``obj.name``; the earlier value, or its absence from the instance, comes back with :meth:`undo`."""

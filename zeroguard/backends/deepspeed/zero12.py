@@ -44,8 +44,13 @@ class Zero12Accumulators(Accumulators):
         self.owned = {id(p): (p, g) for g, group in enumerate(opt.params_in_partition) for p in group}
         self.params = {id(p): (p, g) for g, group in enumerate(opt.bit16_groups) for p in group}
         self.cpu = getattr(opt, "accumulated_grads_in_cpu", {})
-        # Attached in the middle of training, what earlier windows left is unknown: take everything for used.
-        self.dirty = set() if fresh else set(self.owned)
+        #: attached in the middle of a window: what it reached before is not known, so nothing of it counts as idle
+        self.unknown = opt.micro_step_id >= 0
+        # Attached in the middle of training: a look at what earlier windows left.
+        self.dirty: set[int] = set()
+        if self.offload and not fresh:
+            wait()
+            self.dirty = {key for key in self.owned if bool(self._slice(key).any())}
         self.dirty_cpu = set() if fresh else set(self.owned)
         self.held: set[int] = set()
         self.missed: set[int] = set()
@@ -126,9 +131,15 @@ class Zero12Accumulators(Accumulators):
         self.missed.clear()
         self.carried.clear()
         self.zeroed.clear()
+        self.unknown = False
+
+    def idle(self) -> set[int]:
+        return set() if self.unknown else super().idle()
 
     def stale(self) -> set[int]:
-        return (self.dirty - self.entered - self.now) if self.offload else set()
+        if self.unknown or not self.offload:
+            return set()
+        return self.dirty - self.entered - self.now
 
     def lost(self) -> set[int]:
         return set(self.missed)

@@ -30,8 +30,16 @@ class Zero3Accumulators(Accumulators):
         self.offload = bool(opt.offload_optimizer)
         self.params = {id(p): p for group in opt.fp16_groups for p in group}
         #: buffer slices, and slices of the fp32 partition's .grad, that may hold something
-        self.dirty = set() if fresh else set(self.params)
-        self.dirty_fp32 = set() if fresh else set(self.params)
+        self.dirty: set[int] = set()
+        self.dirty_fp32: set[int] = set()
+        #: attached in the middle of a window: what it reached before is not known, so nothing of it counts as idle
+        self.unknown = opt.micro_step_id > 0 or bool(getattr(opt, "_epilogue_ran_this_backward", False))
+        if not fresh:  # attached in the middle of training: a look at what earlier windows left
+            wait()
+            self.dirty = {key for key in self.params if bool(self._buffer(key).any())}
+            if self.offload:
+                slices = {key: self._fp32(key) for key in self.params}
+                self.dirty_fp32 = {key for key, piece in slices.items() if piece is not None and bool(piece.any())}
         self.held: set[int] = set()
         self.missed: set[int] = set()
         self.last: set[int] = set()
@@ -83,8 +91,14 @@ class Zero3Accumulators(Accumulators):
         self.held.clear()
         self.missed.clear()
         self.zeroed.clear()
+        self.unknown = False
+
+    def idle(self) -> set[int]:
+        return set() if self.unknown else super().idle()
 
     def stale(self) -> set[int]:
+        if self.unknown:
+            return set()
         if self.offload:
             return (self.dirty | self.dirty_fp32) - self.entered - self.now
         return (self.dirty & self._consumed()) - self.entered - self.now
@@ -105,7 +119,8 @@ class Zero3Accumulators(Accumulators):
         if not (self.offload and boundary):
             return []
         done = self._recover()
-        self._zero_fp32(self.dirty_fp32 - self.entered)
+        if not self.unknown:
+            self._zero_fp32(self.dirty_fp32 - self.entered)
         return done
 
     def _zero(self, keys: set[int]) -> None:
