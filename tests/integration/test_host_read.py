@@ -168,7 +168,7 @@ def test_not_needed_where_the_accelerator_resolves_dependencies(worker: Worker, 
     assert answer["seen"] == worker.truth("items")
     assert answer["verdicts"]["host_read"] == "not needed"
     assert "host_read" not in answer["selected"]
-    assert "host_read: accelerator 'cpu' resolves data dependencies itself" in answer["summary"]
+    assert "host_read: accelerator 'cpu' resolves data dependencies" in answer["summary"]
 
 
 @pytest.mark.parametrize("guarded", [True, ALONE], ids=["automatic", "alone"])

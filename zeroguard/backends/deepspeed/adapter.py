@@ -365,7 +365,11 @@ class DeepSpeedBackend:
     def _nothing_to_reduce(self) -> bool:
         if "retained_graph" not in self.repairing or self.facts.layout not in (1, 2):
             return False
-        return not self.optimizer.ready_for_gradients
+        opt = self.optimizer
+        if opt.ready_for_gradients:
+            return False
+        # Without hooks (ZeRO-1, neither contiguous_gradients nor overlap_comm) nothing sets that flag.
+        return all(opt.get_gradient_for_reduction(p) is None for group in opt.bit16_groups for p in group)
 
     def _without_reduction(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         engine = self.engine

@@ -132,10 +132,11 @@ TABLE: tuple[Attribute, ...] = (
     _a("optimizer", "params_already_reduced", {"accumulator_reset"}, _Z, "half-reduced gradients stay behind"),
     # stages 1 and 2
     _a("optimizer", "ready_for_gradients", GRADIENT, (1, 2), "backwards without parameter gradients crash"),
+    _a("optimizer", "get_gradient_for_reduction", GRADIENT, (1, 2), "backwards without parameter gradients crash"),
     _a(
         "engine", "enable_backward_allreduce", {"retained_graph"}, (1, 2), "backwards without parameter gradients crash"
     ),
-    _a("optimizer", "bit16_groups", {"accumulator_reset"}, (1, 2), "parameters cannot be listed"),
+    _a("optimizer", "bit16_groups", GRADIENT, (1, 2), "parameters cannot be listed"),
     _a("optimizer", "params_in_partition", {"accumulator_reset"}, (1, 2), "this rank's parameters are not known"),
     _a("optimizer", "get_param_id", {"accumulator_reset"}, (1, 2), "parameters cannot be told apart"),
     _a(
