@@ -1,0 +1,63 @@
+"""What the parts of the backend share: one engine, what was wrapped on it, and where its loop is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from zeroguard import events as ev
+from zeroguard.backends.base import EngineFacts
+from zeroguard.backends.deepspeed.backward import BackwardTracker, Forward
+from zeroguard.backends.deepspeed.copies import HostCopies
+from zeroguard.backends.deepspeed.params import ParamWatch
+from zeroguard.backends.deepspeed.plain import Accumulators
+from zeroguard.backends.deepspeed.wrapping import Patches
+
+__all__ = ["BackendState", "Emit", "Make"]
+
+Emit = Callable[[ev.Event], None]
+#: Takes the original method and gives the one that replaces it.
+Make = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _groups(engine: Any) -> list[Any]:
+    """The process groups whose ranks train together: data-parallel, then model-parallel where there is one."""
+    group = getattr(engine, "seq_data_parallel_group", None) or getattr(engine, "data_parallel_group", None)
+    groups = [] if group is None else [group]
+    mpu = getattr(engine, "mpu", None)
+    if mpu is not None and hasattr(mpu, "get_model_parallel_group") and mpu.get_model_parallel_world_size() > 1:
+        groups.append(mpu.get_model_parallel_group())
+    return groups
+
+
+class BackendState:
+    """One engine under guard. LOCAL throughout."""
+
+    def __init__(self, engine: Any, facts: EngineFacts, accelerator: Callable[[], Any]) -> None:
+        self.engine = engine
+        self.optimizer = engine.optimizer
+        self.facts = facts
+        self.accelerator = accelerator
+        self.names = {id(p): name for name, p in engine.module.named_parameters()}
+        self.patches = Patches()
+        self._current: Forward | None = None
+        #: DeepSpeed's own scaling of an output's gradient, and its preprocess of a backward; None before 0.18
+        self._per_tensor: Any = None
+        self._prologue: Any = None
+        self.emit: Emit = lambda event: None
+        self.steps = int(getattr(engine, "global_steps", 0))
+        self.in_step = False
+        self.step_depth = 0
+        self.stepped = False
+        self.repairing: frozenset[str] = frozenset()
+        self.after_step: Callable[[], None] = lambda: None
+        self.groups = _groups(engine)
+        self.tracker = BackwardTracker(engine, facts.stage)
+        self.copies = HostCopies(self.optimizer, accelerator, own_events=facts.own_copy_events)
+        self.params = ParamWatch(engine) if facts.stage == 3 else None
+        self.accumulators = Accumulators(engine, self.names)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a forward or a backward is running."""
+        return self.tracker.depth > 0 or self.tracker.running is not None
