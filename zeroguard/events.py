@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 __all__ = [
     "ALLOWED",
@@ -169,9 +169,11 @@ class ModeChange(Event):
 
 @dataclass(frozen=True, slots=True)
 class HostRead(Event):
-    """Python is about to read host memory that the accelerator fills. ``what`` names it."""
+    """Python is about to read host memory that the accelerator fills. ``what`` names it; ``tensors`` are the ones that
+    the user named, none for all offloaded gradients."""
 
     what: str
+    tensors: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,8 +200,9 @@ class Session:
         """LOCAL. Return once these host tensors (all offloaded gradients, if none is given) are safe to read.
 
         Works as a call, ``session.host_read(t)``, and as ``with session.host_read(t):``; the wait happens in the call.
-        Where the guard is not needed (the accelerator resolves dependencies, or nothing is offloaded) it returns at
-        once.
+        A tensor that DeepSpeed does not fill, such as the target of your own ``copy_(..., non_blocking=True)``, is safe
+        once the current stream has done what was queued on it so far. Where the accelerator resolves dependencies it
+        returns at once.
 
         Raises:
             SessionClosedError: after close.
@@ -210,7 +211,10 @@ class Session:
             raise SessionClosedError(
                 "session.host_read() after close: read inside the 'with zeroguard.guard(...)' block"
             )
-        self.emit(ev.HostRead("session.host_read"))
+        self.emit(ev.HostRead("session.host_read", tensors))
+        if tensors and "host_read" not in self.selection.selected and not self._backend.facts.resolves_data_dependency:
+            # Nothing of DeepSpeed's is in host memory here; a copy of the user's own may be on its way all the same.
+            self._backend.wait_copies(tensors)
         return contextlib.nullcontext()
 
     def summary(self) -> Summary:

@@ -185,3 +185,12 @@ def test_explicit_mode_replaces_nothing(worker: Worker) -> None:
     answer = worker("undone", guarded=host_read(mode="explicit"))
     assert answer["during"] == answer["after"] == [True, True, True]
     assert answer["left"] == []
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_tensor_of_the_users_own(worker: Worker, offload: bool) -> None:
+    """session.host_read(t) is right for any host tensor, not only for DeepSpeed's."""
+    answer = worker("own_tensor", offload=offload)
+    assert answer["before"] == [0.0] * 4
+    assert answer["after"] == [1.0] * 4
+    assert answer["findings"] == []

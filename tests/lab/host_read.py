@@ -188,3 +188,19 @@ def undone(guarded: Any = True) -> dict[str, Any]:
             return {"during": during, "after": after, "mapped": mapped, "left": left, "type": type(before[0]).__name__}
         finally:
             release(engine)
+
+
+def own_tensor(offload: bool, guarded: Any = True) -> dict[str, Any]:
+    """A copy to the host that the user starts, and session.host_read for it, with and without offloaded gradients."""
+    torch.manual_seed(0)
+    with on("scripted") as accelerator:
+        engine, _, _ = build(TwoHeads(), ds_config(2, offload, zero=PINNED if offload else None))
+        try:
+            with guard_of(engine, guarded) as session:
+                place = accelerator.pin_memory(torch.zeros(4))
+                place.copy_(torch.ones(4), non_blocking=True)
+                before = place.tolist()
+                session.host_read(place)
+                return {"before": before, "after": place.tolist(), **record(session)}
+        finally:
+            release(engine)

@@ -244,6 +244,6 @@ class Engine(Protocol):
         ...
 
     def wait_copies(self, tensors: Sequence[Any] = (), wait: str = "event") -> Sequence[Done]:
-        """LOCAL, offloaded stages: return once the copies that fill these host tensors (all, if none is given)
-        have landed."""
+        """LOCAL: return once the copies that fill these host tensors (all offloaded gradients, if none is given) have
+        landed. Tensors that DeepSpeed does not fill are waited for on the current stream."""
         ...

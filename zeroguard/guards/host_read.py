@@ -59,7 +59,7 @@ class HostReadGuard(Guard):
 
     def _read(self, event: ev.HostRead) -> Iterable[Outcome]:
         self.checks += 1
-        yield Request(Action.WAIT_COPIES, ((), self.config.wait))
+        yield Request(Action.WAIT_COPIES, (event.tensors, self.config.wait))
 
     def _step_begin(self, event: ev.StepBegin) -> Iterable[Outcome]:
         # The optimizer is a host reader too: before 0.19.8 nothing makes it wait.

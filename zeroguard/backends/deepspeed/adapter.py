@@ -199,5 +199,25 @@ class DeepSpeedBackend(Course, Asides):
             return [] if self.params is None else self.params.release()
 
     def wait_copies(self, tensors: Sequence[Any] = (), wait: str = "event") -> Sequence[Done]:
-        self.copies.wait(wait)
+        filled = {place.untyped_storage().data_ptr() for place in self._filled()} if tensors else set()
+        own = [t for t in tensors if t.untyped_storage().data_ptr() in filled]
+        if own or not tensors:
+            self.copies.wait(wait)
+        if len(own) < len(tensors):
+            self.accelerator().current_stream().synchronize()
         return []
+
+    def _filled(self) -> list[torch.Tensor]:
+        """The host tensors that DeepSpeed's copies fill."""
+        optimizer = self.optimizer
+        if not self.facts.offload:
+            return []
+        if self.facts.stage == 3:
+            grads = [flat.grad for flat in optimizer.fp32_partitioned_groups_flat if flat.grad is not None]
+            return [optimizer.grad_partitions_flat_buffer, *grads]
+        self.copies.hot += 1  # a look, not a read
+        try:
+            masters = [master.grad for master in optimizer.single_partition_of_fp32_groups]
+            return [*optimizer.accumulated_grads_in_cpu.values(), *(grad for grad in masters if grad is not None)]
+        finally:
+            self.copies.hot -= 1
