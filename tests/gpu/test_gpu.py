@@ -25,9 +25,9 @@ def lab() -> Iterator[Lab]:
 
 
 def test_unguarded_reads_are_wrong(lab: Lab) -> None:
-    """Without this the next test proves nothing. A race: at least one wrong read of 300, not each; the rate differs from
-    process to process, and a small copy lands before Python gets to it."""
-    case = {"call": "race.host_reads", "guarded": False, "iterations": 100, "hidden": 4096}
+    """Without this the next test proves nothing. A race: at least one wrong read of 150, not each; the rate differs
+    from process to process, and a small copy lands before Python gets to it."""
+    case = {"call": "race.host_reads", "guarded": False, "iterations": 50, "hidden": 4096}
     answer = lab.run(1, case, timeout=280)[0]
     assert answer["wrong"] > 0, answer
 
@@ -44,7 +44,7 @@ def test_guarded_reads_are_right(lab: Lab, mode: str, wait: str) -> None:
         "hidden": 4096,
     }
     answer = lab.run(1, case, timeout=280)[0]
-    assert answer["reads"] == 150, answer
+    assert answer["reads"] == 60, answer
     assert answer["wrong"] == 0, answer
     assert answer["verdicts"]["host_read"] == "passed"
 
