@@ -13,7 +13,6 @@ from enum import Enum
 from typing import Any, Literal
 
 __all__ = [
-    "ALLOWED",
     "BackwardAborted",
     "BackwardBegin",
     "BackwardEnd",
@@ -35,7 +34,11 @@ __all__ = [
 
 
 class Phase(Enum):
-    """Where a loop is. ``BETWEEN`` is everything outside the engine's own calls."""
+    """Where a loop is. ``BETWEEN`` is everything outside the engine's own calls.
+
+    A backward and a step inside a forward are legal: Lightning's manual optimization runs the whole training_step
+    inside one engine.forward.
+    """
 
     BETWEEN = "between"
     FORWARD = "forward"
@@ -43,18 +46,6 @@ class Phase(Enum):
     STEP = "step"
     CHECKPOINT = "checkpoint"
     CLOSED = "closed"
-
-
-#: Which phase may follow which. A backward inside a forward is legal: Lightning's manual optimization
-#: runs the whole training_step, steps included, inside one engine.forward.
-ALLOWED: dict[Phase, frozenset[Phase]] = {
-    Phase.BETWEEN: frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.CHECKPOINT, Phase.CLOSED}),
-    Phase.FORWARD: frozenset({Phase.BETWEEN, Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.CLOSED}),
-    Phase.BACKWARD: frozenset({Phase.BETWEEN, Phase.FORWARD, Phase.BACKWARD, Phase.CLOSED}),
-    Phase.STEP: frozenset({Phase.BETWEEN, Phase.FORWARD, Phase.CLOSED}),
-    Phase.CHECKPOINT: frozenset({Phase.BETWEEN, Phase.CLOSED}),
-    Phase.CLOSED: frozenset(),
-}
 
 
 @dataclass(frozen=True, slots=True)

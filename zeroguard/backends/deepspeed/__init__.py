@@ -10,7 +10,7 @@ from typing import Any
 
 from zeroguard.backends.base import EngineFacts
 from zeroguard.backends.deepspeed.adapter import DeepSpeedBackend
-from zeroguard.backends.deepspeed.attributes import TABLE, VERIFIED, missing, version_tuple
+from zeroguard.backends.deepspeed.attributes import TABLE, VERIFIED, missing
 
 __all__ = ["TABLE", "VERIFIED", "DeepSpeedBackend", "facts_of", "find_engine", "missing", "open_backend"]
 
@@ -94,8 +94,3 @@ def _offload(engine: Any, stage: int) -> tuple[str, bool]:
 def open_backend(engine: Any, facts: EngineFacts) -> DeepSpeedBackend:
     """LOCAL. The backend of one engine, not attached yet."""
     return DeepSpeedBackend(engine, facts, _accelerator)
-
-
-def supported(version: str) -> bool:
-    """Whether a release is one that the tests run against, or between two of them."""
-    return version_tuple(VERIFIED[0]) <= version_tuple(version) <= version_tuple(VERIFIED[-1])

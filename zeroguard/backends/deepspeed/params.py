@@ -36,6 +36,8 @@ class ParamWatch:
         registry = self.registry
         if not scan:
             return ParamStatus(registry=len(registry))
+        if not registry and self._quiet():
+            return _REST
         flying, available = self.in_flight, self.available
         in_flight: list[tuple[str, Any]] = []
         active: list[str] = []
@@ -48,8 +50,6 @@ class ParamWatch:
                 gathered.append((name, param.ds_numel * param.element_size()))
             if param.ds_active_sub_modules:
                 active.append(name)
-        if not in_flight and not registry and not active and not gathered:
-            return _REST
         names = {id(p): n for n, p in self.params}
         return ParamStatus(
             in_flight=tuple(n for n, _ in in_flight),
@@ -61,6 +61,15 @@ class ParamWatch:
             active=tuple(active),
             gathered=tuple(gathered),
         )
+
+    def _quiet(self) -> bool:
+        """One pass without an allocation: whether each parameter is partitioned, or persistent, and unclaimed."""
+        flying, available = self.in_flight, self.available
+        for _, param in self.params:
+            status = param.ds_status
+            if status is flying or (status is available and not param.ds_persist) or param.ds_active_sub_modules:
+                return False
+        return True
 
     def release(self) -> list[Done]:
         """Wait for every gather in the registry and release its parameters; clear claims that no module holds."""
