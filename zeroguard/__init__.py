@@ -9,6 +9,7 @@
 Importing this package imports neither deepspeed nor lightning nor transformers.
 """
 
+from zeroguard.attach import guard
 from zeroguard.config import GuardConfig, load_config
 from zeroguard.errors import (
     AlreadyGuardedError,
@@ -20,7 +21,7 @@ from zeroguard.errors import (
     ZeroGuardError,
 )
 from zeroguard.findings import Finding, Repair
-from zeroguard.session import Session, guard
+from zeroguard.session import Session
 
 __version__ = "0.1.0"
 

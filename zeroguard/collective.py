@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 __all__ = ["ranks_with"]
 
 
@@ -27,6 +24,10 @@ def ranks_with(flag: bool, *, groups: Sequence[Any] = (), device: str = "cpu") -
             model-parallel group. Ranks of other engines are not in them and are not waited for.
         device: where the backend's tensors live, such as ``cuda``.
     """
+    # Here, so that "zeroguard run" leaves it to the script when torch is imported, and with which environment.
+    import torch
+    import torch.distributed as dist
+
     alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
     if alone or not groups:
         rank = 0 if alone else dist.get_rank()

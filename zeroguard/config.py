@@ -1,39 +1,154 @@
-"""The configuration: one frozen pydantic model that composes the guards' own."""
+"""The configuration: one frozen pydantic model that composes the guards' own.
+
+:func:`load_config` reads it from one source; :mod:`zeroguard.settings` from all of them.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter, ValidationError, field_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
 
+from zeroguard.backends.base import Engine, EngineFacts
 from zeroguard.errors import ConfigError
-from zeroguard.guards.accumulator_reset import AccumulatorResetConfig, AccumulatorResetGuard
-from zeroguard.guards.base import Guard, GuardModel
-from zeroguard.guards.host_read import HostReadConfig, HostReadGuard
-from zeroguard.guards.param_status import ParamStatusConfig, ParamStatusGuard
-from zeroguard.guards.retained_graph import RetainedGraphConfig, RetainedGraphGuard
+from zeroguard.guards.accumulation import AccumulationGuard
+from zeroguard.guards.accumulator_reset import AccumulatorResetGuard
+from zeroguard.guards.base import Choice, Guard, GuardModel
+from zeroguard.guards.host_read import HostReadGuard
+from zeroguard.guards.param_status import ParamStatusGuard
+from zeroguard.guards.retained_graph import RetainedGraphGuard
+from zeroguard.plugins import Plugin, plugins
 from zeroguard.sinks import JsonLinesSinkConfig, LoggingSinkConfig
 
-__all__ = ["GUARDS", "GuardConfig", "load_config"]
+__all__ = ["GUARDS", "GuardConfig", "choose", "found_plugins", "load_config", "registry", "start"]
 
-#: Every guard, in the order in which events reach them: what prepares a backward comes before what reads its gradients.
+#: The built-in guards, in the order in which events reach them: what prepares a backward comes before what reads its
+#: gradients.
 GUARDS: dict[str, type[Guard]] = {
-    guard.name: guard for guard in (HostReadGuard, RetainedGraphGuard, AccumulatorResetGuard, ParamStatusGuard)
+    guard.name: guard
+    for guard in (HostReadGuard, RetainedGraphGuard, AccumulatorResetGuard, ParamStatusGuard, AccumulationGuard)
 }
 
-GuardChoice = Annotated[
-    HostReadConfig | RetainedGraphConfig | AccumulatorResetConfig | ParamStatusConfig, Field(discriminator="name")
-]
-SinkChoice = Annotated[LoggingSinkConfig | JsonLinesSinkConfig, Field(discriminator="name")]
+
+def found_plugins() -> tuple[Plugin, ...]:
+    """Every guard that another distribution brings, the broken ones too. Imports them on the first call."""
+    return plugins(tuple(GUARDS))
+
+
+def registry() -> dict[str, type[Guard]]:
+    """Every guard that can be chosen, by name: the built-in ones, then those of plugins.
+
+    Imports the plugins on the first call, which warns of each one that cannot be used.
+    """
+    return {**GUARDS, **_healthy()}
+
+
+@cache
+def _healthy() -> dict[str, type[Guard]]:
+    for plugin in found_plugins():
+        if plugin.guard is None:
+            warnings.warn(f"zeroguard: {plugin.describe()}. Other guards are not affected.", stacklevel=2)
+    return {plugin.name: plugin.guard for plugin in found_plugins() if plugin.guard is not None}
+
+
+def choose(guard: type[Guard], facts: EngineFacts, options: Any) -> Choice:
+    """``guard.choose(facts, options)``; for a plugin's that raises, not applicable."""
+    try:
+        choice = guard.choose(facts, options)
+        if not isinstance(choice, Choice):
+            raise TypeError(f"it returned {choice!r}, not a zeroguard.guards.base.Choice")
+        return choice
+    except Exception as error:
+        return _left_out(guard, "choose()", error)
+
+
+def start(guard: type[Guard], options: Any, engine: Engine, choice: Choice) -> tuple[Choice, Guard | None]:
+    """The guard, made for this engine, beside the choice that selected it; for a plugin's that raises, not applicable
+    and none."""
+    try:
+        made = guard(options, engine)
+        made.handlers()
+    except Exception as error:
+        return _left_out(guard, "making", error), None
+    return choice, made
+
+
+def _left_out(guard: type[Guard], what: str, error: Exception) -> Choice:
+    """For ``error`` out of ``what`` of a guard: one of a plugin is left out, with a warning that names its
+    distribution, so that the other guards work; for a built-in one the error is raised again."""
+    who = [plugin.distribution for plugin in found_plugins() if plugin.guard is guard]
+    if not who:
+        raise error
+    reason = f"{what} of {guard.__name__}, from {who[0]}, raised {type(error).__name__}: {error}"
+    warnings.warn(
+        f"zeroguard: guard {guard.name!r} is left out: {reason}. Other guards are not affected.", stacklevel=3
+    )
+    return Choice("not_applicable", reason)
+
+
+@cache
+def _guard_models() -> TypeAdapter[Any]:
+    return _union(guard.Config for guard in registry().values())
+
+
+@cache
+def _sink_models() -> TypeAdapter[Any]:
+    return _union((LoggingSinkConfig, JsonLinesSinkConfig))
+
+
+def _union(models: Iterable[type[GuardModel]]) -> TypeAdapter[Any]:
+    union: Any = tuple(models)
+    return TypeAdapter(Annotated[Union[union], Field(discriminator="name")])  # noqa: UP007 (of a tuple)
+
+
+def _guard(value: Any) -> Any:
+    """One entry of ``guards`` as its guard's model."""
+    name = value.get("name") if isinstance(value, dict) else None
+    for plugin in found_plugins():
+        if plugin.name == name and plugin.guard is None and name not in GUARDS:
+            raise ValueError(plugin.describe())
+    return _guard_models().validate_python(value)
+
+
+def _sink(value: Any) -> Any:
+    return _sink_models().validate_python(value)
+
+
+@dataclass(frozen=True)
+class _Named:
+    """Makes of a field of type Any a choice by name, out of models that are looked up when the first value is
+    validated, or the schema asked for: guards may come from plugins.
+
+    Readers of annotations, such as jsonargparse, see Any and leave the value to pydantic.
+    """
+
+    validate: Callable[[Any], Any]
+    models: Callable[[], TypeAdapter[Any]]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self.validate)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return handler(self.models().core_schema)
+
+
+GuardChoice = Annotated[Any, _Named(_guard, _guard_models)]
+SinkChoice = Annotated[Any, _Named(_sink, _sink_models)]
 
 
 class GuardConfig(GuardModel):
     """What zeroguard does with one engine."""
 
-    guards: tuple[GuardChoice, ...] | None = None
+    # Sequence: jsonargparse appends to no tuple ("--config.guards+=..."). The values are tuples all the same.
+    guards: Sequence[GuardChoice] | None = None
     """The guards, each with its options; left out, the ones that the engine needs are chosen."""
     on_violation: Literal["raise", "warn", "record"] = "raise"
     """What a finding of severity error does: ``raise`` a GuardViolation on every rank at the end of the step, ``warn``
@@ -47,12 +162,18 @@ class GuardConfig(GuardModel):
     ``on_violation: raise`` on several ranks needs it."""
     max_findings: int = Field(default=1000, ge=1)
     """How many findings, and how many repairs, are kept; later ones are only counted."""
-    sinks: tuple[SinkChoice, ...] = (LoggingSinkConfig(),)
+    # A list of dicts: what jsonargparse appends to, and can write into the configuration that LightningCLI saves.
+    sinks: Sequence[SinkChoice] = Field(default=[{"name": "logging"}], validate_default=True)
     """Where findings go besides ``session.findings``."""
+
+    @field_validator("guards", "sinks", mode="after")
+    @classmethod
+    def _frozen(cls, items: Sequence[Any] | None) -> tuple[Any, ...] | None:
+        return None if items is None else tuple(items)
 
     @field_validator("guards", mode="after")
     @classmethod
-    def _once_each(cls, guards: tuple[GuardChoice, ...] | None) -> tuple[GuardChoice, ...] | None:
+    def _once_each(cls, guards: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
         names = [choice.name for choice in guards or ()]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -64,7 +185,8 @@ class GuardConfig(GuardModel):
 
 
 def load_config(source: GuardConfig | dict[str, Any] | str | Path | None) -> GuardConfig:
-    """A configuration from a model, a dict, a path to a YAML, JSON or TOML file, or None for the automatic choice.
+    """A configuration from one source alone: a model, a dict, a path to a YAML, JSON or TOML file, or None for the
+    defaults. No environment variable and no other file is read; :func:`zeroguard.settings.resolve` does that.
 
     Raises:
         ConfigError: naming the key, the value and what is allowed.
@@ -76,23 +198,33 @@ def load_config(source: GuardConfig | dict[str, Any] | str | Path | None) -> Gua
     where = ""
     if isinstance(source, str | Path):
         where = f"{source}: "
-        source = _read(Path(source))
-        if not isinstance(source, dict):
-            raise ConfigError(
-                f"{where}holds {type(source).__name__} ({source!r}); a mapping of keys to values is needed"
-            )
-    if not isinstance(source, dict):
-        raise ConfigError(
-            f"a configuration is a GuardConfig, a dict, a path or None, not {type(source).__name__} ({source!r})"
-        )
+        source = read_file(Path(source))
+    elif not isinstance(source, dict):
+        raise ConfigError(wrong_kind(source))
     try:
         return GuardConfig.model_validate(source)
     except ValidationError as error:
-        lines = [f"{where}{line}" for line in _explain(error)]
-        raise ConfigError("\n".join(lines)) from error
+        raise ConfigError("\n".join(f"{where}{line}" for line in explain(error))) from error
 
 
-def _read(path: Path) -> Any:
+def wrong_kind(source: object) -> str:
+    """The text for something that cannot hold a configuration."""
+    return f"a configuration is a GuardConfig, a dict, a path or None, not {type(source).__name__} ({source!r})"
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML, JSON or TOML file, not validated.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    data = _parse(path)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: holds {type(data).__name__} ({data!r}); a mapping of keys to values is needed")
+    return data
+
+
+def _parse(path: Path) -> Any:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; give a .yaml, .yml, .json or .toml file")
     suffix = path.suffix.lower()
@@ -101,7 +233,9 @@ def _read(path: Path) -> Any:
         if suffix == ".json":
             return json.loads(text)
         if suffix == ".toml":
-            return _toml(text)
+            import tomllib
+
+            return tomllib.loads(text)
         if suffix in (".yaml", ".yml"):
             import yaml  # type: ignore[import-untyped]
 
@@ -111,6 +245,8 @@ def _read(path: Path) -> Any:
         raise ConfigError(f"{path}: reading this file needs a package that is missing: {error}") from error
     except ValueError as error:
         raise ConfigError(f"{path}: not valid {suffix[1:].upper()}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     except Exception as error:  # yaml's errors share no base with ValueError
         if type(error).__module__.startswith("yaml"):
             raise ConfigError(f"{path}: not valid YAML: {error}") from error
@@ -118,30 +254,35 @@ def _read(path: Path) -> Any:
     raise ConfigError(f"{path}: unknown kind of file {suffix!r}; allowed: .yaml, .yml, .json, .toml")
 
 
-def _toml(text: str) -> Any:
-    import tomllib
-
-    return tomllib.loads(text)
-
-
-#: What pydantic calls an entry of a list of guards or sinks that does not say which one it is.
+#: What pydantic calls an entry of a list of guards or sinks that does not say which one it is, and no list at all.
 _UNNAMED = ("union_tag_not_found", "model_attributes_type")
-_NAMES = {"guards": tuple(GUARDS), "sinks": ("logging", "jsonl")}
+_NO_LIST = ("is_instance_of", "sequence_str")
 
 
-def _explain(error: ValidationError) -> Iterable[str]:
+def explain(error: ValidationError) -> Iterable[str]:
     """One line an error: the key, the value, what is allowed."""
     for item in error.errors(include_url=False):
-        key = ".".join(str(part) for part in item["loc"]) or "configuration"
+        place = item["loc"]
+        key = ".".join(str(part) for part in place) or "configuration"
         context = item.get("ctx", {})
         allowed = context.get("expected") or context.get("expected_tags")
         message = item["msg"].removeprefix("Value error, ")
-        if item["type"] in _UNNAMED and item["loc"] and item["loc"][0] in _NAMES:
-            names = ", ".join(map(repr, _NAMES[item["loc"][0]]))
+        if item["type"] in _UNNAMED and _names(place):
+            names = ", ".join(map(repr, _names(place)))
             yield f"{key}: {item['input']!r} has no key 'name'; allowed: a mapping with a name out of {names}"
+        elif item["type"] in _NO_LIST and len(place) == 1:
+            names = ", ".join(map(repr, _names(place)))
+            yield f"{key}: {item['input']!r} is not a list; allowed: a list of mappings with a name out of {names}"
         elif allowed:
             yield f"{key}: {item['input']!r} is not allowed; allowed: {allowed}"
         elif item["type"] == "value_error":
             yield f"{key}: {message}"
         else:
             yield f"{key}: {item['input']!r}: {message}"
+
+
+def _names(place: Sequence[int | str]) -> tuple[str, ...]:
+    """The names that an entry of the list at this place may have."""
+    if place and place[0] == "guards":
+        return tuple(registry())
+    return ("logging", "jsonl") if place and place[0] == "sinks" else ()

@@ -22,8 +22,10 @@ __all__ = [
     "Event",
     "ForwardBegin",
     "ForwardEnd",
+    "GradientRead",
     "GraphReached",
     "HostRead",
+    "LossDivided",
     "ModeChange",
     "Phase",
     "Raised",
@@ -84,6 +86,7 @@ class BackwardBegin(Event):
         again: backwards since DeepSpeed last reset its hook state (its forward does that); 0 for the first one.
         after_boundary: whether an earlier backward of this window already ran at an accumulation boundary.
         boundary: whether this one runs at an accumulation boundary.
+        divisor: what DeepSpeed divides this loss by (its accumulation steps); 1 where it leaves it alone.
     """
 
     backward: int
@@ -91,15 +94,26 @@ class BackwardBegin(Event):
     again: int = 0
     after_boundary: bool = False
     boundary: bool = True
+    divisor: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LossDivided(Event):
+    """A trainer says, before a backward, that it has divided this loss by ``divisor``, its number of micro-batches."""
+
+    by: str
+    divisor: int
 
 
 @dataclass(frozen=True, slots=True)
 class GraphReached(Event):
-    """A backward reached the outputs of ``forward``; ``again`` earlier backwards did so before it."""
+    """A backward reached the outputs of ``forward``; ``again`` earlier backwards did so before it. ``stepped`` says
+    that an optimizer step has consumed one of those."""
 
     backward: int
     forward: int
     again: int
+    stepped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +150,12 @@ class ZeroGrad(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepBegin(Event):
-    """The ZeRO optimizer is about to consume the gradients. ``step`` counts completed steps."""
+    """The ZeRO optimizer is about to consume the gradients. ``step`` counts completed steps; ``by`` is what the loop
+    called."""
 
     step: int
     backwards: int
+    by: Literal["engine.step", "optimizer.step"] = "engine.step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +181,15 @@ class HostRead(Event):
 
     what: str
     tensors: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GradientRead(Event):
+    """The user reads a whole gradient through DeepSpeed (``safe_get_full_grad``). ``backwards`` is how many backwards
+    this window had so far: 0 after a step."""
+
+    what: str
+    backwards: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,14 +11,8 @@ from typing import TYPE_CHECKING, Any
 from zeroguard import events as ev
 from zeroguard.backends.base import Engine, Request
 from zeroguard.collective import ranks_with
-from zeroguard.config import GUARDS, GuardConfig, load_config
-from zeroguard.errors import (
-    AlreadyGuardedError,
-    EngineNotFoundError,
-    GuardUnavailableError,
-    GuardViolation,
-    SessionClosedError,
-)
+from zeroguard.config import GuardConfig, choose, registry, start
+from zeroguard.errors import GuardUnavailableError, GuardViolation, SessionClosedError
 from zeroguard.findings import Finding, Repair
 from zeroguard.guards.base import Guard
 from zeroguard.report.summary import GuardStats, Summary
@@ -29,10 +21,7 @@ from zeroguard.sinks import JsonLinesSink, JsonLinesSinkConfig, LoggingSink, Sin
 if TYPE_CHECKING:
     from zeroguard.report.summary import Row
 
-__all__ = ["Selection", "Session", "guard"]
-
-_MARK = "_zeroguard_session"
-_GO_ON = ", or set on_unavailable: warn to go on without this guard."
+__all__ = ["Selection", "Session"]
 
 
 class Selection(dict[str, str]):
@@ -53,6 +42,7 @@ class Session:
         findings: warnings and errors of this rank, oldest first.
         repairs: what was put right, by guard, step and parameter. A repair is not a finding.
         selection: why each guard was chosen or left out.
+        origins: field of the configuration -> where its value came from; empty where nobody said.
     """
 
     def __init__(
@@ -62,12 +52,16 @@ class Session:
         *,
         sinks: Sequence[object] = (),
         unavailable: dict[str, str] | None = None,
+        origins: dict[str, str] | None = None,
     ) -> None:
         self.config = config
+        self.origins = dict(origins or {})
         self.findings: list[Finding] = []
         self.repairs: list[Repair] = []
         self.selection = Selection()
         self.closed = False
+        #: opened by something that the user did not write (the launcher): an explicit zeroguard.guard takes over
+        self.yields = False
         self.phase = ev.Phase.BETWEEN
         self._backend: Engine = backend
         self._unavailable = unavailable or {}
@@ -85,13 +79,16 @@ class Session:
     def _select(self) -> None:
         facts = self._backend.facts
         named: dict[str, Any] = {choice.name: choice for choice in self.config.guards or ()}
-        for name, cls in GUARDS.items():
+        for name, cls in registry().items():
             stats = self._stats[name] = GuardStats(name)
             if self.config.guards is not None and name not in named:
                 self.selection[name] = stats.note = "not in the configured list"
                 continue
             options = named.get(name) or cls.Config()
-            choice = cls.choose(facts, options)
+            choice = choose(cls, facts, options)
+            made: Guard | None = None
+            if choice.status == "selected" and name not in self._unavailable:
+                choice, made = start(cls, options, self._backend, choice)
             reason = self._unavailable.get(name, choice.reason)
             if choice.status == "not_applicable" and name in named:
                 raise GuardUnavailableError(
@@ -100,13 +97,13 @@ class Session:
                     guard=name,
                 )
             self.selection[name] = stats.note = reason
-            if choice.status != "selected" or name in self._unavailable:
+            if made is None:
                 stats.state = "unavailable" if name in self._unavailable else choice.status.replace("_", " ")
                 continue
             self.selection.selected.append(name)
             stats.state = "on"
             stats.note = ""
-            self._add(cls(options, self._backend), stats)
+            self._add(made, stats)
 
     def _add(self, guard_: Guard, stats: GuardStats) -> None:
         guard_.step = self._backend.steps
@@ -159,6 +156,10 @@ class Session:
             if len(self.repairs) < self.config.max_findings:
                 self.repairs.append(repair)
             self._write(repair)
+
+    def record(self, finding: Finding) -> None:
+        """LOCAL. Take a finding that an integration made; its guard is one that :meth:`watch` added."""
+        self._found(self._stats[finding.guard], finding)
 
     def _found(self, stats: GuardStats, finding: Finding) -> None:
         stats.findings += 1
@@ -217,6 +218,23 @@ class Session:
             self._backend.wait_copies(tensors)
         return contextlib.nullcontext()
 
+    def watch(self, guard_: Guard) -> None:
+        """LOCAL. Add a guard that no configuration selects, such as the order of an integration's own calls."""
+        stats = self._stats[guard_.name] = GuardStats(guard_.name, "on")
+        self.selection[guard_.name] = "brought by the integration"
+        self.selection.selected.append(guard_.name)
+        self._add(guard_, stats)
+
+    def counters(self) -> dict[str, dict[str, float]]:
+        """LOCAL. Guard -> what it has counted so far: ``events``, ``checks``, ``repairs``, ``findings``, ``seconds``
+        (spent in the guard and its repairs, waits included). Only guards that run."""
+        return {name: stats.counts() for name, stats in self._stats.items() if stats.state == "on"}
+
+    def grad_norm(self) -> float | None:
+        """LOCAL. The norm over all gradients of the last step, before clipping, as DeepSpeed computed it; None where it
+        did not (no step so far, or stage 0 in fp32 without clipping). Stages 0 to 3."""
+        return self._backend.grad_norm()
+
     def summary(self) -> Summary:
         """LOCAL. A table with one row a guard; ``str`` of it is text, ``rows`` is data."""
         return Summary(self._backend.facts, [stats.row() for stats in self._stats.values()])
@@ -226,16 +244,17 @@ class Session:
         """The summary's rows."""
         return self.summary().rows
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """LOCAL, on every rank at the same place. Give everything back that was wrapped.
 
-        Idempotent; the context manager calls it, also when the loop raised.
+        Idempotent; the context manager calls it, also when the loop raised (``failed``).
 
         No collective is called and, after an exception, nothing is waited for.
         """
         if self.closed:
             return
         self.closed = True
+        self._failed = self._failed or failed
         # The stack runs them all, last one first, also when one raises.
         with contextlib.ExitStack() as stack:
             for sink in self._sinks:
@@ -253,8 +272,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._failed = self._failed or kind is not None
-        self.close()
+        self.close(failed=kind is not None)
 
     def __iter__(self) -> Iterator[Finding]:
         return iter(self.findings)
@@ -275,103 +293,3 @@ _PHASES: dict[type[ev.Event], ev.Phase] = {
     ev.CheckpointBegin: ev.Phase.CHECKPOINT,
     ev.Close: ev.Phase.CLOSED,
 }
-
-
-def guard(
-    engine: Any, config: GuardConfig | dict[str, Any] | str | Path | None = None, *, sinks: Sequence[object] = ()
-) -> Session:
-    """Guard an engine. LOCAL. Use as ``with zeroguard.guard(engine) as session:``, on every rank of the engine: at the
-    end of each optimizer step the ranks agree on whether to go on (unless ``agree`` is false or ``on_violation`` is not
-    ``raise``), and a rank that is not guarded would be waited for.
-
-    Args:
-        engine: what ``deepspeed.initialize`` returned, or something that leads to it.
-        config: a :class:`zeroguard.GuardConfig`, a dict, a path to a YAML, JSON or TOML file, or None to have the
-        guards that
-            apply to this engine chosen.
-        sinks: further places for findings and repairs: functions of one argument, or objects with ``write`` and
-        ``close``.
-
-    Raises:
-        EngineNotFoundError: there is no DeepSpeed engine; the message says what was looked at.
-        AlreadyGuardedError: the engine has an open session.
-        GuardUnavailableError: a guard that was asked for cannot act on this engine, or this DeepSpeed release lacks an
-        attribute. ConfigError: the configuration is wrong.
-    """
-    from zeroguard.backends import deepspeed as door
-
-    settings = load_config(config)
-    found, looked = door.find_engine(engine)
-    if found is None:
-        raise EngineNotFoundError(
-            f"no DeepSpeed engine in {engine!r:.120}. Looked at: {', '.join(looked)}. "
-            "Give zeroguard.guard what deepspeed.initialize returned."
-        )
-    if vars(found).get(_MARK) is not None:
-        raise AlreadyGuardedError(
-            "this engine already has an open zeroguard session; close it first (session.close()) or leave its "
-            "'with' block"
-        )
-    facts = door.facts_of(found)
-    # Before the backend, which already reads what may be missing.
-    unavailable = _unavailable(door, found, facts, settings)
-    backend = door.open_backend(found, facts)
-    session = Session(backend, settings, sinks=sinks, unavailable=unavailable)
-    vars(found)[_MARK] = session
-    session._on_close.append(lambda: vars(found).pop(_MARK, None))
-    session._on_close.append(lambda: _detach(backend))
-    try:
-        _attach(session, backend)
-    except BaseException:
-        session.close()
-        raise
-    return session
-
-
-def _attach(session: Session, backend: Any) -> None:
-    options = {guard_.name: guard_.config for guard_ in session._guards}
-    repairing = [name for name, option in options.items() if getattr(option, "action", "repair") == "repair"]
-    reads = options.get("host_read")
-    backend.after_step = session.decide
-    backend.copies.on_read = lambda what: session.emit(ev.HostRead(what))
-    backend.attach(
-        session.emit,
-        list(session._table),
-        guards=list(options),
-        repairing=repairing,
-        transparent_reads=reads is not None and reads.mode == "transparent",
-    )
-
-
-def _detach(backend: Any) -> None:
-    left = backend.detach()
-    if left:
-        warnings.warn(
-            f"zeroguard left {', '.join(left)} as they are: something else replaced them after zeroguard did. "
-            "zeroguard's part of them only calls through now.",
-            stacklevel=3,
-        )
-
-
-def _unavailable(door: Any, engine: Any, facts: Any, settings: GuardConfig) -> dict[str, str]:
-    named = None if settings.guards is None else {choice.name for choice in settings.guards}
-    out: dict[str, str] = {}
-    for name, cls in GUARDS.items():
-        if named is not None and name not in named:
-            continue
-        if cls.choose(facts, cls.Config()).status != "selected":
-            continue
-        gone = door.missing(engine, name, layout=facts.layout, version=facts.deepspeed_version, offload=facts.offload)
-        if not gone:
-            continue
-        what = "; ".join(f"{item.owner}.{item.name} ({item.lost})" for item in gone)
-        text = (
-            f"guard {name!r} is unavailable on DeepSpeed {facts.deepspeed_version}: missing {what}. "
-            f"Verified releases: {', '.join(door.VERIFIED)}. Install one of them{_GO_ON}"
-        )
-        if settings.on_unavailable == "raise":
-            raise GuardUnavailableError(text, guard=name, missing=[f"{i.owner}.{i.name}" for i in gone])
-        text = text.replace(_GO_ON, ".")
-        warnings.warn(text, stacklevel=3)
-        out[name] = text
-    return out

@@ -70,6 +70,7 @@ _KINDS = {
     Action.CLEAR: "accumulators_cleared",
     Action.DROP_IDLE: "stale_gradient_dropped",
     Action.RELEASE_IN_FLIGHT: "gather_released",
+    Action.DIVIDE_ONCE: "divided_once",
 }
 
 
@@ -129,6 +130,10 @@ class ScriptedEngine:
 
     def param_status(self, *, scan: bool = True) -> ParamStatus:
         return self.status
+
+    def grad_norm(self) -> float | None:
+        """LOCAL. Always None: nothing is computed here."""
+        return None
 
     def idle_parameters(self) -> tuple[str, ...]:
         return self.idle
@@ -210,6 +215,9 @@ class ScriptedEngine:
         )
         names = tuple(n for n in before.in_flight if n not in before.orphans) or before.active
         return self._repair(Action.RELEASE_IN_FLIGHT, needed=bool(names), names=names)
+
+    def divide_once(self) -> Sequence[Done]:
+        return self._repair(Action.DIVIDE_ONCE)
 
     def wait_copies(self, tensors: Sequence[Any] = (), wait: str = "event") -> Sequence[Done]:
         return self._repair(Action.WAIT_COPIES, tensors, wait)

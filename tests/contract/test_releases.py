@@ -13,7 +13,7 @@ import pytest
 from tests.lab.group import ROOT, Lab
 from zeroguard.backends.deepspeed.attributes import VERIFIED, version_tuple
 
-FOLDER = Path(os.environ.get("ZEROGUARD_RELEASES", ROOT / ".releases"))
+FOLDER = Path(os.environ.get("LAB_RELEASES", ROOT / ".releases"))
 CONFIGURATIONS = [(1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
 
 

@@ -4,36 +4,44 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonargparse
 import pydantic
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from zeroguard import ConfigError, GuardConfig, __version__, load_config
 from zeroguard.cli import main, schema_text
 from zeroguard.config import GUARDS
+from zeroguard.guards.accumulation import AccumulationConfig
 from zeroguard.guards.accumulator_reset import AccumulatorResetConfig
 from zeroguard.guards.base import GuardModel
 from zeroguard.guards.host_read import HostReadConfig
 from zeroguard.guards.param_status import ParamStatusConfig
 from zeroguard.guards.retained_graph import RetainedGraphConfig
+from zeroguard.settings import resolve, variables
 from zeroguard.sinks import JsonLinesSinkConfig, LoggingSinkConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 MODELS: tuple[type[GuardModel], ...] = (
     GuardConfig,
     HostReadConfig,
+    AccumulationConfig,
     RetainedGraphConfig,
     AccumulatorResetConfig,
     ParamStatusConfig,
     LoggingSinkConfig,
     JsonLinesSinkConfig,
 )
-GUARD_NAMES = ("host_read", "retained_graph", "accumulator_reset", "param_status")
+GUARD_NAMES = ("host_read", "retained_graph", "accumulator_reset", "param_status", "accumulation")
 
 DATA: dict[str, Any] = {
     "on_violation": "warn",
@@ -147,6 +155,9 @@ def test_frozen(model: type[GuardModel]) -> None:
 
 
 def test_sequences_cannot_be_changed_either() -> None:
+    assert isinstance(GuardConfig(guards=[], sinks=[]).guards, tuple)
+    assert isinstance(GuardConfig(guards=[], sinks=[]).sinks, tuple)
+    assert isinstance(GuardConfig().sinks, tuple)
     assert isinstance(load_config(DATA).guards, tuple)
     assert isinstance(load_config(DATA).sinks, tuple)
     assert isinstance(ParamStatusConfig(check_at=["close"]).check_at, tuple)
@@ -170,6 +181,7 @@ def nested(model: type[GuardModel], extra: dict[str, Any]) -> dict[str, Any]:
         (GuardConfig, "gards", "guards"),
         (GuardConfig, "on_violaton", "on_violation"),
         (HostReadConfig, "mod", "mode"),
+        (AccumulationConfig, "acton", "action"),
         (RetainedGraphConfig, "actoin", "action"),
         (AccumulatorResetConfig, "idel", "idle"),
         (ParamStatusConfig, "checkat", "check_at"),
@@ -227,6 +239,7 @@ def test_direct_construction_of_the_whole() -> None:
         ({"on_unavailable": "ignore"}, "on_unavailable", "'ignore'", ("raise", "warn")),
         ({"guards": [{"name": "host_read", "mode": "magic"}]}, "mode", "'magic'", ("transparent", "explicit")),
         ({"guards": [{"name": "host_read", "wait": "forever"}]}, "wait", "'forever'", ("event", "stream", "device")),
+        ({"guards": [{"name": "accumulation", "action": "raise"}]}, "action", "'raise'", ("repair", "detect")),
         ({"guards": [{"name": "retained_graph", "action": "raise"}]}, "action", "'raise'", ("repair", "detect")),
         ({"guards": [{"name": "accumulator_reset", "idle": "keep"}]}, "idle", "'keep'", ("zero_gradient", "untouched")),
         ({"guards": [{"name": "param_status", "action": "detect"}]}, "action", "'detect'", ("repair", "raise", "warn")),
@@ -283,6 +296,15 @@ def test_wrong_type_or_bound_names_key_and_value(source: dict[str, Any], key: st
     message = message_of(source)
     assert key in message.split(": ")[0]
     assert value in message
+
+
+@pytest.mark.parametrize("value", ["host_read", {"name": "host_read"}, 3], ids=["name", "mapping", "number"])
+@pytest.mark.parametrize(("key", "names"), [("guards", GUARD_NAMES), ("sinks", ("logging", "jsonl"))])
+def test_no_list_is_told_what_a_list_holds(key: str, names: tuple[str, ...], value: Any) -> None:
+    message = message_of({key: value})
+    assert message.startswith(f"{key}: {value!r} is not a list; allowed: a list of mappings with a name out of ")
+    for name in names:
+        assert f"'{name}'" in message
 
 
 def test_every_mistake_has_its_line() -> None:
@@ -384,6 +406,67 @@ def test_mistakes_in_a_file_name_the_file(tmp_path: Path) -> None:
     assert all(line.startswith(f"{path}: ") for line in lines)
 
 
+# -- jsonargparse, and with it LightningCLI -------------------------------------------------------------------------
+
+
+def parsed(*arguments: str) -> GuardConfig:
+    """What a parser with an argument ``cfg`` makes of a command line, and again of what it saves."""
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--cfg", type=GuardConfig)
+    # Releases before 4.49 know the second name only.
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
+    found = parser.parse_args(list(arguments))
+    config: GuardConfig = instantiate(found).cfg
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a value that cannot be written
+        saved = parser.dump(found)
+    assert instantiate(parser.parse_string(saved)).cfg == config
+    return config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], GuardConfig()),
+        (["--cfg.on_violation=warn", "--cfg.agree=false"], GuardConfig(on_violation="warn", agree=False)),
+        (["--cfg.guards+={name: param_status}"], GuardConfig(guards=(ParamStatusConfig(),))),
+        (
+            ["--cfg.guards+={name: param_status}", "--cfg.guards+={name: host_read, wait: device}"],
+            GuardConfig(guards=(ParamStatusConfig(), HostReadConfig(wait="device"))),
+        ),
+        (
+            ["--cfg.guards=[{name: accumulator_reset, idle: untouched}]"],
+            GuardConfig(guards=(AccumulatorResetConfig(idle="untouched"),)),
+        ),
+        (["--cfg.guards=[]"], GuardConfig(guards=())),
+        (["--cfg.guards=null"], GuardConfig()),
+        (
+            ["--cfg.sinks+={name: jsonl, directory: runs}"],
+            GuardConfig(sinks=(LoggingSinkConfig(), JsonLinesSinkConfig(directory=Path("runs")))),
+        ),
+    ],
+    ids=lambda value: " ".join(value) or "nothing" if isinstance(value, list) else "",
+)
+def test_jsonargparse(arguments: list[str], expected: GuardConfig) -> None:
+    assert parsed(*arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ("--cfg.guards=[{name: host_reed}]", "'param_status', 'accumulation'"),
+        ("--cfg.guards=[{name: host_read, mod: explicit}]", "did you mean 'mode'?"),
+        ("--cfg.guards=host_read", "host_read"),
+        ("--cfg.on_violation=explode", "explode"),
+        ("--cfg.max_findings=0", "0"),
+    ],
+)
+def test_jsonargparse_refuses(argument: str, text: str) -> None:
+    with pytest.raises((jsonargparse.ArgumentError, ValidationError)) as caught:
+        parsed(argument)
+    assert text in str(caught.value)
+
+
 # -- schema and documentation ----------------------------------------------------------------------------------------
 
 
@@ -408,6 +491,39 @@ def test_the_schema_in_docs_is_current() -> None:
         "run: zeroguard schema --out docs/guard-config.schema.json"
     )
     assert text == schema_text()
+
+
+#: Bare words that some reader takes for something else: YAML 1.1 for true and false, Accelerate for its own value.
+UNSAFE = {"on", "off", "yes", "no", "y", "n", "true", "false", "null", "auto"}
+
+
+def words(schema: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Every key that a file may have, and every value that is one out of a list, with its place in the schema."""
+    if isinstance(schema, dict):
+        for name in schema.get("properties", {}):
+            yield f"{path}.properties", name
+        for value in [*schema.get("enum", ()), schema.get("const"), schema.get("default")]:
+            if isinstance(value, str):
+                yield path, value
+        for key, inner in schema.items():
+            yield from words(inner, f"{path}.{key}")
+    elif isinstance(schema, list):
+        for item in schema:
+            yield from words(item, path)
+
+
+def test_no_word_of_the_schema_means_something_else_in_yaml() -> None:
+    found = list(words(GuardConfig.model_json_schema()))
+    assert {"on_violation", "host_read", "raise", "zero_gradient", "after_step"} <= {word for _, word in found}
+    for place, word in found:
+        assert word.lower() not in UNSAFE, place
+        assert yaml.safe_load(word) == word, place
+        assert yaml.safe_load(f"{word}: {word}") == {word: word}, place
+
+
+def test_the_search_for_words_finds_them() -> None:
+    schema = {"$defs": {"A": {"properties": {"on": {"anyOf": [{"enum": ["off", "x"]}, {"const": "auto"}]}}}}}
+    assert {word for _, word in words(schema)} == {"on", "off", "x", "auto"}
 
 
 def test_schema_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -466,6 +582,52 @@ def test_documentation_has_every_field_with_its_default(model: type[GuardModel])
             assert rows[name].split(" | ")[1] == f"`{shown}`", name
 
 
+def blocks(title: str, kinds: str) -> list[str]:
+    """The code blocks of one section and its subsections."""
+    section = documentation().split(f"\n## {title}\n")[1].split("\n## ")[0]
+    return [text for _, text in re.findall(rf"```({kinds})\n(.*?)```", section, re.DOTALL)]
+
+
+def test_documented_sources_are_merged_as_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (yaml_file,), (deepspeed,), (toml,) = (
+        blocks("Sources", "yaml"),
+        blocks("Sources", "json"),
+        blocks("Sources", "toml"),
+    )
+    (command,), (expected,) = blocks("Sources", "sh"), blocks("Sources", "text")
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, "zeroguard.yaml", yaml_file)
+    written(tmp_path, "ds_config.json", deepspeed)
+    words = shlex.split(command)
+    while "=" in words[0]:
+        monkeypatch.setenv(*words.pop(0).split("=", 1))
+    assert words.pop(0) == "zeroguard"
+    assert main(words) == 0
+    assert capsys.readouterr().out == expected
+    written(tmp_path, "pyproject.toml", toml)
+    assert resolve("pyproject.toml", environ={}).config == load_config("zeroguard.yaml")
+
+
+def test_documented_variables_are_all_variables() -> None:
+    rows = re.findall(r"^\| `(ZEROGUARD_\w+)` \| (.*) \|$", documentation(), re.MULTILINE)
+    assert [name for name, _ in rows] == list(variables())
+    shown = {name: re.search(r"JSON text: `(.*?)`", text) for name, text in rows}
+    environ = {name: found.group(1) for name, found in shown.items() if found}
+    assert len(environ) == 2
+    assert len(resolve(environ=environ, directory=DOCS).config.guards or ()) == 1
+
+
+def test_the_documented_plugin_is_the_one_that_the_tests_install() -> None:
+    folder = DOCS.parent / "tests" / "plugin_distribution"
+    module, use = blocks("Guards of your own", "python")
+    assert module == (folder / "backward_budget" / "__init__.py").read_text(encoding="utf-8")
+    (entry,) = blocks("Guards of your own", "toml")
+    assert entry in (folder / "pyproject.toml").read_text(encoding="utf-8")
+    compile(use, "configuration.md", "exec")  # tests/unit/test_plugins.py runs it, where the plugin is installed
+
+
 def test_documented_examples_are_one_configuration(tmp_path: Path) -> None:
     section = documentation().split("## Examples")[1].split("\n## ")[0]
     blocks = re.findall(r"```(yaml|json|toml)\n(.*?)```", section, re.DOTALL)
@@ -488,5 +650,13 @@ def test_documented_errors_are_real(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert f"\n{message_of(name)}\n" in section
     with pytest.raises(ValidationError) as caught:
         GuardConfig(gards=[])  # type: ignore[call-arg]
+    for arguments in (
+        {"environ": {"ZEROGUARD_ON_VIOLATON": "warn"}},
+        {"environ": {"ZEROGUARD_GUARDS": "host_read"}},
+        {"environ": {}, "engine_config": {"zeroguard": {"on_violation": "auto"}}},
+    ):
+        with pytest.raises(ConfigError) as told:
+            resolve(**arguments)
+        assert f"\n{told.value}\n" in section
     # Without pydantic's last line, a link whose address has its version in it.
     assert "\n".join(str(caught.value).splitlines()[:2]) in section

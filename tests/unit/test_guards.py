@@ -73,9 +73,9 @@ def test_a_guard_that_is_not_needed_may_be_named() -> None:
 
 
 def test_automatic_choice() -> None:
-    assert replay([]).selection.selected == ["host_read", "retained_graph", "accumulator_reset"]
+    assert replay([]).selection.selected == ["host_read", "retained_graph", "accumulator_reset", "accumulation"]
     stage3 = replay([], engine=ScriptedEngine(facts(stage=3)))
-    assert stage3.selection.selected == ["host_read", "retained_graph", "accumulator_reset", "param_status"]
+    assert stage3.selection.selected == list(GUARDS)
 
 
 # -- host_read -------------------------------------------------------------------------------------------------------
@@ -541,7 +541,9 @@ def test_requests_fit_the_protocol_and_the_backend() -> None:
     )
     engine = ScriptedEngine(facts(stage=3, **OLD), status=FLYING)
     guards = ["host_read", "retained_graph", {"name": "accumulator_reset", "idle": "untouched"}, "param_status"]
-    replay(script.step().close(), guards=guards, engine=engine)
+    guards.append({"name": "accumulation", "action": "repair"})
+    divided = [ev.LossDivided("Lightning", 2), ev.BackwardBegin(9, "engine.backward", divisor=2)]
+    replay([*script.step().events, *divided, ev.Close(False)], guards=guards, engine=engine)
     assert set(engine.asked) == {action.value for action in Action}
     for name, args in engine.requests:
         for owner in (Engine, DeepSpeedBackend):
@@ -579,3 +581,72 @@ def test_routine_repairs_are_not_listed() -> None:
 
 def test_facts_of_stage_0_describe_themselves() -> None:
     assert EngineFacts(stage=0).describe() == "ZeRO-0, float32, 1 rank"
+
+
+# -- accumulation ----------------------------------------------------------------------------------------------------
+
+
+def rhythm(*events: ev.Event, steps: int = 1, **options: Any) -> tuple[Session, ScriptedEngine]:
+    engine = ScriptedEngine(facts(accumulation_steps=steps))
+    return replay(events, guards=[{"name": "accumulation", **options}], engine=engine), engine
+
+
+def test_a_loss_that_both_divide() -> None:
+    events = [ev.LossDivided("Lightning", 4), ev.BackwardBegin(1, "engine.backward", divisor=4)]
+    session, engine = rhythm(*events, *events, steps=4)
+    [finding] = assert_finding(session, guard="accumulation", kind="double_division", severity="warning")
+    assert "1/16" in finding.effect
+    assert "Lightning" in finding.seen
+    assert len(session.findings) == 1, "once: it is the same at every backward"
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [ev.BackwardBegin(1, "engine.backward", divisor=4)],
+        [ev.LossDivided("Lightning", 4), ev.BackwardBegin(1, "engine.backward", divisor=1)],
+        [ev.LossDivided("Lightning", 1), ev.BackwardBegin(1, "engine.backward", divisor=4)],
+        [
+            ev.LossDivided("Lightning", 4),
+            ev.BackwardBegin(1, "engine.backward", divisor=1),
+            ev.BackwardBegin(2, "engine.backward", divisor=4),
+        ],
+    ],
+)
+def test_a_loss_that_one_of_them_divides(events: list[ev.Event]) -> None:
+    assert_silent(rhythm(*events, steps=4)[0])
+
+
+def test_a_loss_that_both_divide_is_divided_once_on_request() -> None:
+    events = [ev.LossDivided("Lightning", 4), ev.BackwardBegin(1, "engine.backward", divisor=4)]
+    session, engine = rhythm(*events, steps=4, action="repair")
+    assert_silent(session)
+    assert engine.asked == ["divide_once"]
+
+
+def test_a_step_between_two_backwards_over_one_graph() -> None:
+    session, _ = rhythm(ev.GraphReached(1, 1, 0), ev.GraphReached(2, 1, 1, stepped=True))
+    [finding] = assert_finding(session, guard="accumulation", kind="step_between_backwards", severity="error")
+    assert "accelerator.backward(loss_a + loss_b)" in finding.remedy
+    assert_silent(rhythm(ev.GraphReached(1, 1, 0), ev.GraphReached(2, 1, 1))[0])
+
+
+def test_a_gradient_read_after_the_step() -> None:
+    session, _ = rhythm(ev.GradientRead("safe_get_full_grad", 0))
+    assert_finding(session, guard="accumulation", kind="late_gradient_read", severity="warning")
+    assert_silent(rhythm(ev.GradientRead("safe_get_full_grad", 1))[0])
+
+
+@pytest.mark.parametrize(("steps", "severity"), [(1, "warning"), (2, "error")])
+def test_a_step_that_bypasses_the_engine(steps: int, severity: str) -> None:
+    session, _ = rhythm(ev.StepBegin(0, 1, "optimizer.step"), ev.StepEnd(1, True), steps=steps)
+    [finding] = assert_finding(session, guard="accumulation", kind="bypassed_engine_step", severity=severity)
+    assert "engine.step()" in finding.remedy
+    assert_silent(rhythm(ev.StepBegin(0, 1), ev.StepEnd(1, True), steps=steps)[0])
+
+
+def test_a_step_that_bypasses_the_engine_is_right_where_each_backward_reduces() -> None:
+    engine = ScriptedEngine(facts(stage=3, offload_optimizer="none", accumulation_steps=2))
+    session = replay([ev.StepBegin(0, 1, "optimizer.step")], guards=["accumulation"], engine=engine)
+    assert_finding(session, guard="accumulation", kind="bypassed_engine_step", severity="warning")

@@ -20,9 +20,11 @@ from zeroguard import (
     SessionClosedError,
     load_config,
 )
+from zeroguard import attach as attach_module
 from zeroguard import events as ev
 from zeroguard import session as session_module
 from zeroguard.backends.base import BackwardState, Done, EngineFacts, ParamStatus
+from zeroguard.config import GUARDS
 
 ZERO3 = EngineFacts(stage=3, dtype="bfloat16", deepspeed_version="0.19.8")
 ZERO2 = EngineFacts(
@@ -261,11 +263,11 @@ def test_events_reach_the_guards_in_their_order() -> None:
 
 def test_selection_texts() -> None:
     session = opened()
-    assert list(session.selection) == ["host_read", "retained_graph", "accumulator_reset", "param_status"]
-    assert session.selection.selected == ["retained_graph", "accumulator_reset", "param_status"]
+    assert list(session.selection) == list(GUARDS)
+    assert session.selection.selected == ["retained_graph", "accumulator_reset", "param_status", "accumulation"]
     lines = str(session.selection).splitlines()
     assert lines[0] == "- host_read: ZeRO-3, bfloat16, 1 rank has no gradients in host memory"
-    assert [line.split(":")[0] for line in lines[1:]] == ["+ retained_graph", "+ accumulator_reset", "+ param_status"]
+    assert [line.split(":")[0] for line in lines[1:]] == [f"+ {name}" for name in session.selection.selected]
     assert all(why for why in session.selection.values())
 
 
@@ -285,7 +287,7 @@ def test_an_empty_list_runs_nothing() -> None:
 
 def test_selection_of_an_offloaded_engine() -> None:
     session = opened(None, FakeBackend(ZERO2))
-    assert session.selection.selected == ["host_read", "retained_graph", "accumulator_reset"]
+    assert session.selection.selected == ["host_read", "retained_graph", "accumulator_reset", "accumulation"]
     assert "ZeRO-2" in session.selection["param_status"]
     assert "(pinned)" in session.selection["host_read"]
 
@@ -338,7 +340,7 @@ class FakeDoor:
 
 def test_on_unavailable_raise_names_guard_and_attribute() -> None:
     with pytest.raises(GuardUnavailableError) as caught:
-        session_module._unavailable(FakeDoor(), object(), ZERO3, GuardConfig())
+        attach_module._unavailable(FakeDoor(), object(), ZERO3, GuardConfig())
     assert caught.value.guard == "param_status"
     assert caught.value.missing == ("module.ds_inflight_param_registry",)
     assert "module.ds_inflight_param_registry" in str(caught.value)
@@ -348,14 +350,14 @@ def test_on_unavailable_raise_names_guard_and_attribute() -> None:
 def test_on_unavailable_warn_warns() -> None:
     """A guard that does not run is unavailable loudly, never a silent no-op."""
     with pytest.warns(UserWarning, match="ds_inflight_param_registry"):
-        out = session_module._unavailable(FakeDoor(), object(), ZERO3, GuardConfig(on_unavailable="warn"))
+        out = attach_module._unavailable(FakeDoor(), object(), ZERO3, GuardConfig(on_unavailable="warn"))
     assert list(out) == ["param_status"]
 
 
 def test_on_unavailable_does_not_ask_for_guards_that_are_not_wanted() -> None:
     config = GuardConfig(guards=())
-    assert session_module._unavailable(FakeDoor(), object(), ZERO3, config) == {}
-    assert session_module._unavailable(FakeDoor(), object(), ZERO2, GuardConfig()) == {}
+    assert attach_module._unavailable(FakeDoor(), object(), ZERO3, config) == {}
+    assert attach_module._unavailable(FakeDoor(), object(), ZERO2, GuardConfig()) == {}
 
 
 # -- summary ---------------------------------------------------------------------------------------------------------
@@ -369,6 +371,7 @@ def test_summary_tells_never_exercised_from_passed() -> None:
         "retained_graph": "never exercised",
         "accumulator_reset": "never exercised",
         "param_status": "never exercised",
+        "accumulation": "never exercised",
     }
     session.emit(ev.ForwardBegin(1, True, True))
     verdicts = {row.guard: row.verdict for row in session.rows}

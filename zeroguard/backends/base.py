@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-__all__ = ["Action", "BackwardState", "Done", "Engine", "EngineFacts", "ParamStatus", "Request"]
+__all__ = ["Action", "BackwardState", "Done", "Engine", "EngineFacts", "Evidence", "ParamStatus", "Request"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,7 @@ class Action(Enum):
     UNSHELVE_IDLE = "unshelve_idle"
     RELEASE_IN_FLIGHT = "release_in_flight"
     WAIT_COPIES = "wait_copies"
+    DIVIDE_ONCE = "divide_once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,19 @@ class ParamStatus:
     gathered: tuple[tuple[str, int], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What an engine that is not wrapped shows of steps and backwards that nobody announced.
+
+    Attributes:
+        gradients: parameter gradients that arrived outside an announced backward, since the last look.
+        steps: engine.step() calls that stepped the optimizer, since the last look.
+    """
+
+    gradients: int = 0
+    steps: int = 0
+
+
 class Engine(Protocol):
     """A training engine as guards see it. Implemented by the DeepSpeed backend and by ``zeroguard.testing``.
 
@@ -190,6 +204,10 @@ class Engine(Protocol):
 
     def lost_parameters(self) -> tuple[str, ...]:
         """LOCAL, stages 1 and 2 offloaded, 3 offloaded: reached in this window, but not what step() consumes."""
+        ...
+
+    def grad_norm(self) -> float | None:
+        """LOCAL, stages 0 to 3: the last step's global gradient norm, before clipping, if DeepSpeed computed one."""
         ...
 
     # -- repairs -------------------------------------------------------------------------------------------------
@@ -241,6 +259,10 @@ class Engine(Protocol):
 
     def release_in_flight(self) -> Sequence[Done]:
         """LOCAL, stage 3: wait for gathers that were already launched and release their parameters."""
+        ...
+
+    def divide_once(self) -> Sequence[Done]:
+        """LOCAL, stages 0 to 3: let the engine.backward that is beginning leave the loss as the trainer divided it."""
         ...
 
     def wait_copies(self, tensors: Sequence[Any] = (), wait: str = "event") -> Sequence[Done]:

@@ -27,6 +27,16 @@ class GuardStats:
     findings: int = 0
     seconds: float = 0.0
 
+    def counts(self) -> dict[str, float]:
+        """The counters alone."""
+        return {
+            "events": self.events,
+            "checks": self.checks,
+            "repairs": self.repairs,
+            "findings": self.findings,
+            "seconds": self.seconds,
+        }
+
     def row(self) -> Row:
         """The row as it stands."""
         return Row(
