@@ -18,6 +18,8 @@ import zeroguard
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LR = 0.1
 DEVICE = os.environ.get("LAB_DEVICE", "cpu")
+#: set by tests.lab.loop while a program runs with a LoopCallback
+LOOP = ""
 
 
 class TwoHeads(nn.Module):
@@ -148,6 +150,10 @@ def guard_of(engine: Any, guarded: Any) -> Any:
     if not guarded:
         return contextlib.nullcontext()
     config = {"sinks": []} if guarded is True else {"sinks": [], **guarded}
+    if LOOP:
+        from tests.lab.loop import loop_of
+
+        return loop_of(engine, config, LOOP)
     return zeroguard.guard(engine, config)
 
 

@@ -6,13 +6,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from zeroguard.backends.base import EngineFacts
 from zeroguard.backends.deepspeed.adapter import DeepSpeedBackend
 from zeroguard.backends.deepspeed.attributes import TABLE, VERIFIED, missing
 
-__all__ = ["TABLE", "VERIFIED", "DeepSpeedBackend", "facts_of", "find_engine", "missing", "open_backend"]
+__all__ = [
+    "TABLE",
+    "VERIFIED",
+    "DeepSpeedBackend",
+    "cannot_announce",
+    "config_of",
+    "facts_of",
+    "find_engine",
+    "missing",
+    "open_backend",
+]
 
 
 def find_engine(candidate: Any) -> tuple[Any, list[str]]:
@@ -47,6 +58,15 @@ def _is_engine(candidate: Any) -> bool:
 
 def _accelerator() -> Any:
     return sys.modules["deepspeed"].accelerator.get_accelerator()
+
+
+def config_of(engine: Any) -> Mapping[str, Any]:
+    """LOCAL. The DeepSpeed configuration that the engine was made with, as a dict; empty if it cannot be read."""
+    # Some releases keep the path where a file was given, and the dict only in the object that they parsed it into.
+    for found in (getattr(engine, "config", None), getattr(getattr(engine, "_config", None), "_param_dict", None)):
+        if isinstance(found, Mapping):
+            return found
+    return {}
 
 
 def facts_of(engine: Any) -> EngineFacts:
@@ -89,6 +109,11 @@ def _offload(engine: Any, stage: int) -> tuple[str, bool]:
         device = "nvme" if getattr(optimizer, "swap_optimizer", False) else "cpu"
         return device, bool(getattr(optimizer, "offload_optimizer_pin_memory", False))
     return "none", False
+
+
+def cannot_announce(facts: EngineFacts) -> str:
+    """LOCAL. Why this engine can only be guarded by wrapping it; empty where the loop's own calls are enough."""
+    return DeepSpeedBackend.cannot_announce(facts.deepspeed_version, facts.offload)
 
 
 def open_backend(engine: Any, facts: EngineFacts) -> DeepSpeedBackend:

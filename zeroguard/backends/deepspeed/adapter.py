@@ -9,10 +9,10 @@ import torch
 
 from zeroguard import events as ev
 from zeroguard.backends.base import BackwardState, Done, ParamStatus
+from zeroguard.backends.deepspeed.announced import Announced
 from zeroguard.backends.deepspeed.asides import Asides
 from zeroguard.backends.deepspeed.bf16 import Bf16Accumulators
 from zeroguard.backends.deepspeed.copies import WaitingDict, WaitingList
-from zeroguard.backends.deepspeed.course import Course
 from zeroguard.backends.deepspeed.older import drops_micro_batches, keep_micro_batches
 from zeroguard.backends.deepspeed.plain import Accumulators
 from zeroguard.backends.deepspeed.state import Emit
@@ -26,7 +26,7 @@ GRADIENT_EVENTS = frozenset(
 )
 
 
-class DeepSpeedBackend(Course, Asides):
+class DeepSpeedBackend(Announced, Asides):
     """Implements :class:`zeroguard.backends.base.Engine` for a ``deepspeed.DeepSpeedEngine``, stages 0 to 3."""
 
     # -- attach and detach -------------------------------------------------------------------------------------------
@@ -66,8 +66,16 @@ class DeepSpeedBackend(Course, Asides):
             self._attach_copies(transparent_reads)
         if ev.ModeChange in wanted:
             method(engine.module, "train", self._wrap_train)
+        if ev.GradientRead in wanted:
+            self._attach_gradient_reads()
         if ev.CheckpointBegin in wanted:
             method(engine, "save_checkpoint", self._wrap_save)
+
+    def announce(self, emit: Emit, *, guards: Collection[str], repairing: Collection[str]) -> None:
+        """Instead of :meth:`attach`: wrap nothing; the loop tells where it is."""
+        if "accumulator_reset" in guards:
+            self.accumulators = self._accumulators()
+        self.attach_announced(emit, repairing=repairing)
 
     def _attach_gradients(self) -> None:
         method = self.patches.method
@@ -79,6 +87,16 @@ class DeepSpeedBackend(Course, Asides):
             # DeepSpeed takes this one at each forward, so each forward can be given its own.
             self._per_tensor = self.engine._backward_prologue_per_tensor
             self.patches.attribute(self.engine, "_backward_prologue_per_tensor", self._per_tensor)
+
+    def _attach_gradient_reads(self) -> None:
+        """What safe_get_full_grad ends in."""
+        method = self.patches.method
+        if self.facts.stage == 3:
+            method(self.optimizer, "get_fp32_grad_for_param", self._wrap_gradient_read)
+            return
+        for param in self.engine.module.parameters():
+            if hasattr(param, "get_full_hp_grad"):  # not on parameters that the optimizer does not step
+                method(param, "get_full_hp_grad", self._wrap_gradient_read)
 
     def _attach_copies(self, transparent: bool) -> None:
         method, optimizer = self.patches.method, self.optimizer
@@ -137,6 +155,10 @@ class DeepSpeedBackend(Course, Asides):
 
     def lost_parameters(self) -> tuple[str, ...]:
         return self.accumulators.named(self.accumulators.lost())
+
+    def grad_norm(self) -> float | None:
+        norm = self.engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
 
     # -- repairs -----------------------------------------------------------------------------------------------------
 
@@ -197,6 +219,10 @@ class DeepSpeedBackend(Course, Asides):
     def release_in_flight(self) -> Sequence[Done]:
         with torch.no_grad():
             return [] if self.params is None else self.params.release()
+
+    def divide_once(self) -> Sequence[Done]:
+        self._divide_once = True
+        return [Done("divided_once", (), "The trainer has divided this loss already.", routine=True)]
 
     def wait_copies(self, tensors: Sequence[Any] = (), wait: str = "event") -> Sequence[Done]:
         filled = {place.untyped_storage().data_ptr() for place in self._filled()} if tensors else set()

@@ -68,6 +68,16 @@ class Asides(BackendState):
 
         return make
 
+    def _wrap_gradient_read(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*args: Any, **kwargs: Any) -> Any:
+            tracker = self.tracker
+            if not self.in_step:
+                running = tracker.running is not None
+                self.emit(ev.GradientRead("safe_get_full_grad", tracker.in_window + running))
+            return original(*args, **kwargs)
+
+        return read
+
     def _wrap_train(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def train(mode: bool = True) -> Any:
             before = self.engine.module.training

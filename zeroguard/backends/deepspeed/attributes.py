@@ -17,8 +17,10 @@ __all__ = ["TABLE", "VERIFIED", "Attribute", "missing", "version_tuple"]
 #: Releases that the contract tests run against.
 VERIFIED = ("0.16.9", "0.17.6", "0.18.5", "0.19.2", "0.19.8")
 
-ALL = frozenset({"host_read", "retained_graph", "accumulator_reset", "param_status"})
-GRADIENT = frozenset({"retained_graph", "accumulator_reset"})
+ALL = frozenset({"host_read", "accumulation", "retained_graph", "accumulator_reset", "param_status"})
+GRADIENT = frozenset({"accumulation", "retained_graph", "accumulator_reset"})
+#: Those that change what DeepSpeed does with gradients.
+REPAIRING = frozenset({"retained_graph", "accumulator_reset"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +115,11 @@ TABLE: tuple[Attribute, ...] = (
     _a("engine", "_running_engine_backward", {"retained_graph"}, (0,), "loss.backward() stays refused", since="0.18.0"),
     _a("engine", "is_gradient_accumulation_boundary", GRADIENT, _B, "boundary backwards cannot be told apart"),
     _a("engine", "save_checkpoint", {"param_status"}, (3,), "no check before a checkpoint"),
+    _a("engine", "get_global_grad_norm", (), (0, *_B), "no gradient norm for the trainer's logger"),
     # -- the ZeRO optimizer --------------------------------------------------------------------------------------
     _a("optimizer", "step", ALL, (0, *_B), "no optimizer step is seen"),
     _a("optimizer", "zero_grad", {"accumulator_reset"}, _B, "optimizer.zero_grad leaves the accumulators as they are"),
-    _a("optimizer", "micro_step_id", GRADIENT, _Z, "accumulating and overwriting backwards cannot be told apart"),
+    _a("optimizer", "micro_step_id", REPAIRING, _Z, "accumulating and overwriting backwards cannot be told apart"),
     _a(
         "optimizer",
         "reduce_independent_p_g_buckets_and_remove_grads",
@@ -131,12 +134,12 @@ TABLE: tuple[Attribute, ...] = (
     _a("optimizer", "ipg_buckets", {"accumulator_reset"}, _Z, "half-reduced gradients stay behind", since="0.17.0"),
     _a("optimizer", "params_already_reduced", {"accumulator_reset"}, _Z, "half-reduced gradients stay behind"),
     # stages 1 and 2
-    _a("optimizer", "ready_for_gradients", GRADIENT, (1, 2), "backwards without parameter gradients crash"),
-    _a("optimizer", "get_gradient_for_reduction", GRADIENT, (1, 2), "backwards without parameter gradients crash"),
+    _a("optimizer", "ready_for_gradients", REPAIRING, (1, 2), "backwards without parameter gradients crash"),
+    _a("optimizer", "get_gradient_for_reduction", REPAIRING, (1, 2), "backwards without parameter gradients crash"),
     _a(
         "engine", "enable_backward_allreduce", {"retained_graph"}, (1, 2), "backwards without parameter gradients crash"
     ),
-    _a("optimizer", "bit16_groups", GRADIENT, (1, 2), "parameters cannot be listed"),
+    _a("optimizer", "bit16_groups", REPAIRING, (1, 2), "parameters cannot be listed"),
     _a("optimizer", "params_in_partition", {"accumulator_reset"}, (1, 2), "this rank's parameters are not known"),
     _a("optimizer", "get_param_id", {"accumulator_reset"}, (1, 2), "parameters cannot be told apart"),
     _a(
@@ -218,6 +221,7 @@ TABLE: tuple[Attribute, ...] = (
         "optimizer", "_constant_buffered_norm2", {"accumulator_reset"}, (3,), "the gradient norm is wrong", offload=True
     ),
     _a("optimizer", "parameter_offload", {"param_status"}, (3,), "gathers are not seen"),
+    _a("optimizer", "get_fp32_grad_for_param", {"accumulation"}, (3,), "late gradient reads are not seen"),
     # -- modules and parameters ------------------------------------------------------------------------------------
     _a("module", "ds_inflight_param_registry", {"param_status"}, (3,), "running gathers are not seen"),
     _a("param", "ds_status", {"param_status"}, (3,), "a parameter's status is not seen"),

@@ -29,6 +29,7 @@ class Forward:
 
     number: int
     backwards: int = 0
+    steps: int = 0  # optimizer steps before the first backward over it
     before: list[int] | None = None
     visits: list[int] = field(default_factory=list)
     grads: list[int] = field(default_factory=list)
@@ -52,6 +53,7 @@ class BackwardTracker:
     Attributes:
         running: the backward that is running, or None.
         since_reset: backwards that DeepSpeed's hook state has seen since its last reset.
+        steps: optimizer steps in this session.
         in_window: backwards since the last optimizer step or zero_grad.
         boundary_in_window: whether one of them ran at an accumulation boundary.
         unfinished: a backward began and never reached its epilogue.
@@ -70,6 +72,7 @@ class BackwardTracker:
         self.stack: list[Forward] = []
         self.since_reset = 0
         self.in_window = 0
+        self.steps = 0
         self.boundary_in_window = False
         self.unfinished = False
         self.pending_forward = False
@@ -122,6 +125,8 @@ class BackwardTracker:
         if self.modules and not record.visits:
             # Lightning's manual optimization: the backward runs inside the forward that it belongs to.
             self._announce(record)
+        if not record.backwards:
+            record.steps = self.steps
         record.backwards += 1
         return record.backwards - 1
 

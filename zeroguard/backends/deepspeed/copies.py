@@ -27,6 +27,8 @@ class HostCopies:
         self.own_events = own_events
         self.events: dict[Any, Any] = {}
         self.hot = 0
+        #: copies are not seen (nothing is wrapped, and DeepSpeed keeps no events): only the device can be waited for
+        self.unseen = False
         self.waits = 0
         #: called before a read by the user; the session times and counts it
         self.on_read: Callable[[str], None] = lambda what: None
@@ -42,7 +44,7 @@ class HostCopies:
 
     def pending(self) -> bool:
         """Whether a copy may still be running."""
-        if self.events:
+        if self.events or self.unseen:
             return True
         return bool(self.own_events and self.optimizer._pending_offload_events)
 
@@ -56,7 +58,7 @@ class HostCopies:
         if not self.pending():
             return
         self.waits += 1
-        if how == "device":
+        if how == "device" or self.unseen:
             self.accelerator().synchronize()
         elif how == "stream":
             streams = set(self.events)

@@ -7,6 +7,7 @@ outputs of a forward; it is seen to end in DeepSpeed's epilogue.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -52,9 +53,18 @@ class Course(BackendState):
             vars(self.engine)["_backward_prologue_per_tensor"] = self._per_tensor
 
     def _wrap_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
         def backward(*args: Any, **kwargs: Any) -> Any:
             tracker = self.tracker
-            self._begin("engine.backward", None)
+            given = kwargs if len(args) < 2 else signature.bind_partial(*args, **kwargs).arguments
+            divides = given.get("scale_wrt_gas", True)
+            self._divide_once = False
+            self._begin("engine.backward", None, self.facts.accumulation_steps if divides else 1)
+            if self._divide_once and divides:
+                bound = signature.bind_partial(*args, **kwargs)
+                bound.arguments["scale_wrt_gas"] = False
+                args, kwargs = bound.args, bound.kwargs
             inside = tracker.stack[-1] if tracker.stack else None
             if inside is not None or self._per_tensor is None:
                 # No hooks on the outputs: DeepSpeed sets them when its forward returns (and before 0.18 not at all).
@@ -94,7 +104,8 @@ class Course(BackendState):
             if tracker.running is not None and tracker.running.by == "loss.backward":
                 self._abort(None)
             self.accumulators.consumed()
-            self.emit(ev.StepBegin(self.steps, tracker.in_window))
+            by = "engine.step" if self.step_depth else "optimizer.step"
+            self.emit(ev.StepBegin(self.steps, tracker.in_window, by))  # type: ignore[arg-type]
             self.in_step = True
             # The step reads what it has waited for itself, or what the guard has just waited for.
             self.copies.hot += 1
@@ -110,6 +121,7 @@ class Course(BackendState):
             self.accumulators.reset_window()
             tracker.reset_window()
             self.steps += 1
+            tracker.steps += 1
             self.emit(ev.StepEnd(self.steps, applied, tracker.pending_forward))
             self.stepped = bool(self.step_depth)
             if not self.step_depth:
@@ -128,31 +140,33 @@ class Course(BackendState):
             return False
         return bool(self.engine.is_gradient_accumulation_boundary())
 
-    def _begin(self, by: str, task: int | None) -> None:
+    def _begin(self, by: str, task: int | None, divisor: int) -> None:
         tracker = self.tracker
         if tracker.running is not None:
             self._abort(None)
         again, after_boundary = tracker.since_reset, tracker.boundary_in_window
         running = tracker.begin(by, task, self._boundary())
-        self.emit(ev.BackwardBegin(running.number, by, again, after_boundary, running.boundary))  # type: ignore[arg-type]
+        began = ev.BackwardBegin(running.number, by, again, after_boundary, running.boundary, divisor)  # type: ignore[arg-type]
+        self.emit(began)
         self.accumulators.began(running.boundary)
 
     def _reached(self, record: Forward) -> None:
         again = self.tracker.reach(record)
         if again >= 0 and self.tracker.running is not None:
             self._current = record
-            self.emit(ev.GraphReached(self.tracker.running.number, record.number, again))
+            stepped = record.steps < self.tracker.steps
+            self.emit(ev.GraphReached(self.tracker.running.number, record.number, again, stepped))
 
     def _from_hook(self) -> None:
         """A hook of DeepSpeed's fired inside a graph task: is that a backward that has not been seen to begin?"""
         task = torch._C._current_graph_task_id()
         running = self.tracker.running
         if running is None:
-            self._begin("loss.backward", task)
+            self._begin("loss.backward", task, self.facts.accumulation_steps)
         elif running.task is None:
             running.task = task
         elif running.task != task and running.by == "loss.backward":
-            self._begin("loss.backward", task)  # the one before never ended
+            self._begin("loss.backward", task, self.facts.accumulation_steps)  # the one before never ended
 
     def _prologue_now(self) -> None:
         running = self.tracker.running

@@ -49,6 +49,7 @@ class BackendState:
         self.in_step = False
         self.step_depth = 0
         self.stepped = False
+        self._divide_once = False
         self.repairing: frozenset[str] = frozenset()
         self.after_step: Callable[[], None] = lambda: None
         self.groups = _groups(engine)

@@ -28,6 +28,11 @@ class _Wrapper:
         patches, _, _, original, inner = self._parts
         return (inner if patches.live else original)(*args, **kwargs)
 
+    def __reduce__(self) -> Any:
+        # A pickled module gets its class's own method too; this is how Python pickles a bound method.
+        _, obj, name, _, _ = self._parts
+        return (getattr, (obj, name))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # copy.deepcopy(engine.module), as an EMA does it, copies the instance's attributes: with this wrapper in them
         # the copy's zero_grad() would clear the original's gradients.
