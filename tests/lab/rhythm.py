@@ -104,6 +104,7 @@ def bypass(stage: int, offload: bool, gas: int = 1, guarded: Any = None, by: str
                         (sum(lab.losses(work, data)) / gas).backward()
                 if by == "optimizer":
                     engine.optimizer.step()
+                    engine.optimizer.zero_grad()
                 reference.step()
                 differences.append(lab.difference(engine, model))
     except Exception as caught:

@@ -7,7 +7,6 @@ outputs of a forward; it is seen to end in DeepSpeed's epilogue.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -53,18 +52,14 @@ class Course(BackendState):
             vars(self.engine)["_backward_prologue_per_tensor"] = self._per_tensor
 
     def _wrap_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
         def backward(*args: Any, **kwargs: Any) -> Any:
             tracker = self.tracker
-            given = kwargs if len(args) < 2 else signature.bind_partial(*args, **kwargs).arguments
-            divides = given.get("scale_wrt_gas", True)
+            # The third argument, by position, in every verified release (its signature is hidden by a decorator).
+            divides = args[2] if len(args) > 2 else kwargs.get("scale_wrt_gas", True)
             self._divide_once = False
             self._begin("engine.backward", None, self.facts.accumulation_steps if divides else 1)
             if self._divide_once and divides:
-                bound = signature.bind_partial(*args, **kwargs)
-                bound.arguments["scale_wrt_gas"] = False
-                args, kwargs = bound.args, bound.kwargs
+                args, kwargs = args[:2], {**kwargs, "scale_wrt_gas": False}
             inside = tracker.stack[-1] if tracker.stack else None
             if inside is not None or self._per_tensor is None:
                 # No hooks on the outputs: DeepSpeed sets them when its forward returns (and before 0.18 not at all).
