@@ -145,7 +145,7 @@ def _detach(backend: Any) -> None:
 
 
 def _unavailable(door: Any, engine: Any, facts: Any, settings: GuardConfig) -> dict[str, str]:
-    named = None if settings.guards is None else {choice.name for choice in settings.guards}
+    named = None if settings.automatic else {choice.name for choice in settings.guards or ()}
     out: dict[str, str] = {}
     for name, cls in GUARDS.items():  # the table of attributes knows no others
         if named is not None and name not in named:

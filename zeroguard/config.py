@@ -38,9 +38,21 @@ GUARDS: dict[str, type[Guard]] = {
 }
 
 
+#: An entry of ``guards`` that is no guard.
+AUTOMATIC = "automatic"
+
+
+class AutomaticConfig(GuardModel):
+    """Not a guard: the guards that the engine needs are chosen, as without a list; the other entries give options for
+    those of them that are chosen."""
+
+    name: Literal["automatic"] = "automatic"
+    """The entry's name."""
+
+
 def found_plugins() -> tuple[Plugin, ...]:
     """Every guard that another distribution brings, the broken ones too. Imports them on the first call."""
-    return plugins(tuple(GUARDS))
+    return plugins((*GUARDS, AUTOMATIC))
 
 
 def registry() -> dict[str, type[Guard]]:
@@ -96,7 +108,7 @@ def _left_out(guard: type[Guard], what: str, error: Exception) -> Choice:
 
 @cache
 def _guard_models() -> TypeAdapter[Any]:
-    return _union(guard.Config for guard in registry().values())
+    return _union([AutomaticConfig, *(guard.Config for guard in registry().values())])
 
 
 @cache
@@ -149,7 +161,8 @@ class GuardConfig(GuardModel):
 
     # Sequence: jsonargparse appends to no tuple ("--config.guards+=..."). The values are tuples all the same.
     guards: Sequence[GuardChoice] | None = None
-    """The guards, each with its options; left out, the ones that the engine needs are chosen."""
+    """The guards, each with its options; left out, the ones that the engine needs are chosen. With an entry named
+    ``automatic`` they are chosen too, and the other entries only give options."""
     on_violation: Literal["raise", "warn", "record"] = "raise"
     """What a finding of severity error does: ``raise`` a GuardViolation on every rank at the end of the step, ``warn``
     through the logger, or only ``record`` it in ``session.findings`` and the other sinks. What is found when the
@@ -170,6 +183,11 @@ class GuardConfig(GuardModel):
     @classmethod
     def _frozen(cls, items: Sequence[Any] | None) -> tuple[Any, ...] | None:
         return None if items is None else tuple(items)
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the guards that the engine needs are chosen."""
+        return self.guards is None or any(choice.name == AUTOMATIC for choice in self.guards)
 
     @field_validator("guards", mode="after")
     @classmethod
@@ -284,5 +302,5 @@ def explain(error: ValidationError) -> Iterable[str]:
 def _names(place: Sequence[int | str]) -> tuple[str, ...]:
     """The names that an entry of the list at this place may have."""
     if place and place[0] == "guards":
-        return tuple(registry())
+        return (AUTOMATIC, *registry())
     return ("logging", "jsonl") if place and place[0] == "sinks" else ()

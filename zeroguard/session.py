@@ -81,7 +81,7 @@ class Session:
         named: dict[str, Any] = {choice.name: choice for choice in self.config.guards or ()}
         for name, cls in registry().items():
             stats = self._stats[name] = GuardStats(name)
-            if self.config.guards is not None and name not in named:
+            if not self.config.automatic and name not in named:
                 self.selection[name] = stats.note = "not in the configured list"
                 continue
             options = named.get(name) or cls.Config()
@@ -90,10 +90,11 @@ class Session:
             if choice.status == "selected" and name not in self._unavailable:
                 choice, made = start(cls, options, self._backend, choice)
             reason = self._unavailable.get(name, choice.reason)
-            if choice.status == "not_applicable" and name in named:
+            if choice.status == "not_applicable" and name in named and not self.config.automatic:
                 raise GuardUnavailableError(
                     f"guard {name!r} was asked for by name but cannot act on this engine: {choice.reason}. "
-                    f"Take it out of guards, or leave guards out to have the right ones chosen.",
+                    'Take it out of guards, or add {"name": "automatic"} to it: then the right ones are chosen, and '
+                    "the other entries are options for those that are.",
                     guard=name,
                 )
             self.selection[name] = stats.note = reason

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from zeroguard import ConfigError, GuardConfig, __version__, load_config
 from zeroguard.cli import main, schema_text
-from zeroguard.config import GUARDS
+from zeroguard.config import GUARDS, AutomaticConfig
 from zeroguard.guards.accumulation import AccumulationConfig
 from zeroguard.guards.accumulator_reset import AccumulatorResetConfig
 from zeroguard.guards.base import GuardModel
@@ -33,6 +33,7 @@ from zeroguard.sinks import JsonLinesSinkConfig, LoggingSinkConfig
 DOCS = Path(__file__).parents[2] / "docs"
 MODELS: tuple[type[GuardModel], ...] = (
     GuardConfig,
+    AutomaticConfig,
     HostReadConfig,
     AccumulationConfig,
     RetainedGraphConfig,

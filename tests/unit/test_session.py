@@ -277,6 +277,15 @@ def test_selection_says_what_was_left_out_of_the_list() -> None:
     assert session.selection["retained_graph"] == "not in the configured list"
 
 
+def test_options_beside_the_automatic_choice() -> None:
+    guards = [{"name": "automatic"}, {"name": "accumulation", "action": "repair"}, {"name": "host_read"}]
+    session = opened({"guards": guards})
+    assert session.selection.selected == ["retained_graph", "accumulator_reset", "param_status", "accumulation"]
+    assert "no gradients in host memory" in session.selection["host_read"], "options only: no mistake"
+    (accumulation,) = (guard for guard in session._guards if guard.name == "accumulation")
+    assert accumulation.config.action == "repair"
+
+
 def test_an_empty_list_runs_nothing() -> None:
     session = opened({"guards": []})
     assert session.selection.selected == []
