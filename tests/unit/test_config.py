@@ -173,7 +173,7 @@ def nested(model: type[GuardModel], extra: dict[str, Any]) -> dict[str, Any]:
         return extra
     name = model.model_fields["name"].default
     inner = {"name": name, **({"directory": "runs"} if name == "jsonl" else {}), **extra}
-    return {"guards" if name in GUARD_NAMES else "sinks": [inner]}
+    return {"guards" if name in (*GUARD_NAMES, "automatic") else "sinks": [inner]}
 
 
 @pytest.mark.parametrize(
