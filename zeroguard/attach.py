@@ -110,10 +110,28 @@ def engine_of(candidate: Any) -> Any:
     found, looked = door.find_engine(candidate)
     if found is None:
         raise EngineNotFoundError(
-            f"no DeepSpeed engine in {candidate!r:.120}. Looked at: {', '.join(looked)}. "
-            "Give zeroguard.guard what deepspeed.initialize returned."
+            f"no DeepSpeed engine in this {type(candidate).__name__}. Looked at: {', '.join(looked)}. "
+            f"Give zeroguard.guard what deepspeed.initialize returned{_hint(candidate)}."
         )
     return found
+
+
+def _hint(candidate: Any) -> str:
+    """What else to try, by the name of what was given: none of their packages is imported for it."""
+    kinds = {cls.__name__ for cls in type(candidate).__mro__}
+    if "Accelerator" in kinds:
+        return (
+            ". This Accelerator has none: guard it after accelerator.prepare(); ACCELERATE_USE_CPU=true, or no "
+            "deepspeed_plugin, leaves DeepSpeed out without a word"
+        )
+    if "Trainer" in kinds or "Fabric" in kinds:
+        return (
+            ". This one has none yet: a Trainer builds it in fit() or train(), a Fabric in setup(). Use zeroguard's "
+            "callback for it (docs/lightning.md, docs/transformers.md)"
+        )
+    if "Module" in kinds:
+        return ", or what accelerator.prepare, fabric.setup returned, not the model inside it"
+    return ""
 
 
 def _attach(session: Session, backend: Any, wrap: bool) -> None:

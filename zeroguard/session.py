@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from zeroguard import events as ev
@@ -264,6 +264,11 @@ class Session:
                 stack.callback(action)
             # In the middle of a forward or a backward nothing is at rest that could be checked.
             self.emit(ev.Close(self._failed or self._backend.busy))
+        # Who keeps a closed session to read it must not keep the engine, and its memory, with it.
+        self._on_close.clear()
+        self._table.clear()
+        self._guards.clear()
+        self._backend = SimpleNamespace(facts=self._backend.facts)  # type: ignore[assignment]
 
     def __enter__(self) -> Session:
         if self.closed:

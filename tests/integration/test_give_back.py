@@ -33,7 +33,7 @@ def test_attaching_twice_is_an_error(lab: Lab) -> None:
 
 def test_errors_name_the_thing_and_the_way_out(lab: Lab) -> None:
     answer = lab.run(1, {"call": "giveback.errors"})[0]
-    assert answer["no_engine"].startswith("EngineNotFoundError: no DeepSpeed engine in Linear")
+    assert answer["no_engine"].startswith("EngineNotFoundError: no DeepSpeed engine in this Linear.")
     assert "deepspeed.initialize" in answer["no_engine"]
     assert answer["not_applicable"].startswith("GuardUnavailableError: guard 'param_status'")
     assert "ZeRO-1 does not partition parameters" in answer["not_applicable"]

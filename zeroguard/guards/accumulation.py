@@ -94,8 +94,8 @@ class AccumulationGuard(Guard):
                 cause="accelerator.backward, and with it Hugging Face's Trainer, calls engine.step inside the backward",
                 remedy="add the losses and call backward once:\n"
                 "      accelerator.backward(loss_a + loss_b)\n"
-                "    or keep the first from stepping, for Accelerate with gradient_accumulation_steps and\n"
-                "      with accelerator.accumulate(model): ...",
+                "    or step yourself; what accelerator.prepare returned is the engine:\n"
+                "      model.backward(loss_a, retain_graph=True); model.backward(loss_b); model.step()",
             )
 
     def _read(self, event: ev.GradientRead) -> Iterable[Outcome]:
