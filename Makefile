@@ -5,8 +5,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 OLD_RELEASES := 0.16.9 0.17.6 0.18.5 0.19.2
 RELEASES := $(addprefix .releases/,$(addsuffix /.installed,$(OLD_RELEASES)))
+# The oldest trainers that the integration tests run with; each folder holds what must not be newer there.
+LIGHTNING_OLD := lightning==2.4.0 pytorch_lightning==2.4.0
+HF_OLD := transformers==4.51.3 accelerate==1.6.0 tokenizers==0.21.4 huggingface_hub==0.36.0 requests==2.32.3 urllib3==2.2.3 \
+  charset_normalizer==3.4.0 certifi==2025.1.31
 
-.PHONY: all install demo test releases lint schema clean
+.PHONY: all install demo test releases trainers lint schema gallery fuzz bench clean
 
 all: demo
 
@@ -25,6 +29,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: install
 	$(BIN)/python examples/plain_loop.py
+	$(BIN)/python examples/lightning_two_losses.py
 
 releases: $(RELEASES)
 
@@ -34,10 +39,26 @@ releases: $(RELEASES)
 	$(PIP) install -q --no-deps --no-build-isolation --target .releases/$* deepspeed==$*
 	touch $@
 
+trainers: .releases/lightning-old/.installed .releases/hf-old/.installed
+
+.releases/lightning-old/.installed: | $(VENV)/.installed
+	rm -rf $(@D)
+	$(PIP) install -q --no-deps --no-build-isolation --target $(@D) $(LIGHTNING_OLD)
+	touch $@
+
+.releases/hf-old/.installed: | $(VENV)/.installed
+	rm -rf $(@D)
+	$(PIP) install -q --no-deps --no-build-isolation --target $(@D) $(HF_OLD)
+	touch $@
+
 # Two workers on two cores; a module (or a DeepSpeed release) stays on one of them, and reuses its processes.
-test: install releases
+test: install releases trainers
 	$(BIN)/ruff check zeroguard tests examples
 	$(BIN)/python -m pytest -n 2 --dist loadscope
+	LAB_LIGHTNING=$(CURDIR)/.releases/lightning-old $(BIN)/python -m pytest -q -n 2 --dist loadscope \
+	  tests/integration/test_lightning.py tests/integration/test_fabric.py
+	LAB_PYTHON_PATH=$(CURDIR)/.releases/hf-old $(BIN)/python -m pytest -q -n 2 --dist loadscope \
+	  tests/integration/test_transformers.py tests/integration/test_accelerate.py
 
 lint: install
 	$(BIN)/ruff check zeroguard tests examples

@@ -2,8 +2,8 @@
 
     DS_ACCELERATOR=cpu torchrun --nproc_per_node=2 examples/loop_callback.py
 
-With ``wrap=False`` nothing of DeepSpeed is replaced; the trainer's calls alone drive the guards. The last run leaves one
-call out, and hears of it.
+With ``wrap=False`` nothing of DeepSpeed is replaced; the trainer's calls alone drive the guards. The last run leaves
+one call out, and hears of it.
 """
 
 from __future__ import annotations

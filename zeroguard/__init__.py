@@ -6,8 +6,8 @@
         ...
     print(session.summary())
 
-Importing this package imports nothing else: each name is fetched when it is first used. Lightning asks an entry point of
-this package at every ``Trainer()`` of an environment in which it is installed; that must cost, and break, nothing.
+Importing this package imports nothing else: each name is fetched when it is first used. Lightning asks an entry point
+of this package at every ``Trainer()`` of an environment in which it is installed; that must cost, and break, nothing.
 """
 
 from typing import TYPE_CHECKING, Any

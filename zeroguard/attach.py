@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroguard import events as ev
-from zeroguard.config import GUARDS, GuardConfig
+from zeroguard.config import GUARDS, GuardConfig, choose
 from zeroguard.errors import AlreadyGuardedError, EngineNotFoundError, GuardUnavailableError
 from zeroguard.session import Session
 from zeroguard.settings import known, resolve
@@ -138,6 +138,7 @@ def _attach(session: Session, backend: Any, wrap: bool) -> None:
     options = {guard_.name: guard_.config for guard_ in session._guards}
     repairing = [name for name, option in options.items() if getattr(option, "action", "repair") == "repair"]
     reads = options.get("host_read")
+    backend.before_step = session.before_step
     if not wrap:
         backend.announce(session.emit, guards=list(options), repairing=repairing)
         return
@@ -166,9 +167,10 @@ def _unavailable(door: Any, engine: Any, facts: Any, settings: GuardConfig) -> d
     named = None if settings.automatic else {choice.name for choice in settings.guards or ()}
     out: dict[str, str] = {}
     for name, cls in GUARDS.items():  # the table of attributes knows no others
-        if named is not None and name not in named:
+        listed = {choice.name for choice in settings.guards or ()}
+        if name not in listed and (named is not None or cls.on_request):
             continue
-        if cls.choose(facts, cls.Config()).status != "selected":
+        if choose(cls, facts, cls.Config()).status != "selected":
             continue
         gone = door.missing(engine, name, layout=facts.layout, version=facts.deepspeed_version, offload=facts.offload)
         if not gone:

@@ -22,6 +22,7 @@ from zeroguard.errors import ConfigError
 from zeroguard.guards.accumulation import AccumulationGuard
 from zeroguard.guards.accumulator_reset import AccumulatorResetGuard
 from zeroguard.guards.base import Choice, Guard, GuardModel
+from zeroguard.guards.gradient_audit import GradientAuditGuard
 from zeroguard.guards.host_read import HostReadGuard
 from zeroguard.guards.param_status import ParamStatusGuard
 from zeroguard.guards.retained_graph import RetainedGraphGuard
@@ -34,7 +35,14 @@ __all__ = ["GUARDS", "GuardConfig", "choose", "found_plugins", "load_config", "r
 #: gradients.
 GUARDS: dict[str, type[Guard]] = {
     guard.name: guard
-    for guard in (HostReadGuard, RetainedGraphGuard, AccumulatorResetGuard, ParamStatusGuard, AccumulationGuard)
+    for guard in (
+        HostReadGuard,
+        RetainedGraphGuard,
+        AccumulatorResetGuard,
+        ParamStatusGuard,
+        AccumulationGuard,
+        GradientAuditGuard,
+    )
 }
 
 
@@ -77,9 +85,11 @@ def choose(guard: type[Guard], facts: EngineFacts, options: Any) -> Choice:
         choice = guard.choose(facts, options)
         if not isinstance(choice, Choice):
             raise TypeError(f"it returned {choice!r}, not a zeroguard.guards.base.Choice")
-        return choice
     except Exception as error:
         return _left_out(guard, "choose()", error)
+    if not facts.trains and not (guard.evaluates and choice.status == "selected"):
+        return Choice("not_needed", "this engine has no optimizer; it only evaluates")
+    return choice
 
 
 def start(guard: type[Guard], options: Any, engine: Engine, choice: Choice) -> tuple[Choice, Guard | None]:
@@ -171,8 +181,8 @@ class GuardConfig(GuardModel):
     """What happens when a guard cannot act on this DeepSpeed release: ``raise`` an error that names the missing
     attribute, or ``warn`` and go on without it."""
     agree: bool = True
-    """Whether ranks agree on stopping, with one all-reduce of one byte a rank at the end of each step. Only
-    ``on_violation: raise`` on several ranks needs it."""
+    """Whether ranks agree on stopping, with one all-reduce of eight bytes a rank at the end of each step, which also
+    compares what they did. Only ``on_violation: raise`` on several ranks needs it."""
     max_findings: int = Field(default=1000, ge=1)
     """How many findings, and how many repairs, are kept; later ones are only counted."""
     # A list of dicts: what jsonargparse appends to, and can write into the configuration that LightningCLI saves.

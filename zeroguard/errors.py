@@ -7,6 +7,7 @@
     ├── EngineNotFoundError      what was given leads to no DeepSpeed engine (also a TypeError)
     ├── AlreadyGuardedError      a second attach to one engine
     ├── GuardUnavailableError    a guard cannot act on this engine or this DeepSpeed release
+    ├── GradientsUnavailableError  no gradient to read now, or not on this engine
     ├── SessionClosedError       a call that needs an open session
     └── GuardViolation           findings of severity "error", with ``on_violation: raise``
 """
@@ -24,6 +25,7 @@ __all__ = [
     "AlreadyGuardedError",
     "ConfigError",
     "EngineNotFoundError",
+    "GradientsUnavailableError",
     "GuardUnavailableError",
     "GuardViolation",
     "SessionClosedError",
@@ -45,6 +47,11 @@ class EngineNotFoundError(ZeroGuardError, TypeError):
 
 class AlreadyGuardedError(ZeroGuardError):
     """The engine already has an open session."""
+
+
+class GradientsUnavailableError(ZeroGuardError):
+    """There is no gradient to read: the loop is not between a boundary backward and its step, or the engine has no such
+    moment. The message says which, and is the same on every rank."""
 
 
 class SessionClosedError(ZeroGuardError):

@@ -19,13 +19,17 @@ __all__ = [
     "BackwardReduce",
     "CheckpointBegin",
     "Close",
+    "EpochEnd",
     "Event",
     "ForwardBegin",
     "ForwardEnd",
+    "GradientClip",
+    "GradientEdit",
     "GradientRead",
     "GraphReached",
     "HostRead",
     "LossDivided",
+    "MicroBatchEnd",
     "ModeChange",
     "Phase",
     "Raised",
@@ -134,10 +138,12 @@ class BackwardEnd(Event):
 
 @dataclass(frozen=True, slots=True)
 class BackwardAborted(Event):
-    """A backward ended without its epilogue (an exception)."""
+    """A backward ended without its epilogue. ``raised`` tells an exception from a backward whose gradients all arrived
+    and that DeepSpeed never finished."""
 
     backward: int
     error: str
+    raised: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +157,21 @@ class ZeroGrad(Event):
 @dataclass(frozen=True, slots=True)
 class StepBegin(Event):
     """The ZeRO optimizer is about to consume the gradients. ``step`` counts completed steps; ``by`` is what the loop
-    called."""
+    called; ``cleared`` says that it has called zero_grad since the last step, whether or not there was anything to
+    clear."""
 
     step: int
     backwards: int
     by: Literal["engine.step", "optimizer.step"] = "engine.step"
+    cleared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchEnd(Event):
+    """engine.step() was called where no boundary is: it has counted a micro-batch, and the optimizer has not stepped.
+    ``open`` micro-batches of the window are counted by now; 0 where the loop itself says what a boundary is."""
+
+    open: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +200,32 @@ class HostRead(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class GradientClip(Event):
+    """The user clips by ``by``, a function of PyTorch's, which was given all parameters of the module: ``gradients`` of
+    them have a gradient. ``limit`` is what it was told to clip at, if that could be seen."""
+
+    by: str
+    gradients: int
+    limit: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GradientEdit(Event):
+    """The user says that gradients of this window are changed on purpose."""
+
+
+@dataclass(frozen=True, slots=True)
 class GradientRead(Event):
     """The user reads a whole gradient through DeepSpeed (``safe_get_full_grad``). ``backwards`` is how many backwards
     this window had so far: 0 after a step."""
 
     what: str
     backwards: int
+
+
+@dataclass(frozen=True, slots=True)
+class EpochEnd(Event):
+    """A trainer says that an epoch of the training data is over, and all of its steps."""
 
 
 @dataclass(frozen=True, slots=True)

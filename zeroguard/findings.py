@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 __all__ = ["Finding", "Repair", "Severity", "name_list"]
 
-Severity = Literal["error", "warning"]
+Severity = Literal["error", "warning", "info"]
 
 #: How many parameter names a text shows; the data always holds them all.
 NAMES_SHOWN = 5
@@ -29,7 +29,7 @@ class Finding:
     Attributes:
         guard: the guard that saw it.
         kind: a short, stable word for the kind of fault, such as ``second_backward``.
-        severity: ``error`` stops the run under ``on_violation: raise``; ``warning`` never does.
+        severity: ``error`` stops the run under ``on_violation: raise``; ``warning`` never does; ``info`` is only kept.
         rank: the global rank that saw it.
         step: optimizer steps completed when it was seen (0 before the first).
         subject: names of the parameters concerned, all of them; empty where none is.

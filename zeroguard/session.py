@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from zeroguard import events as ev
 from zeroguard.backends.base import Engine, Request
-from zeroguard.collective import ranks_with
+from zeroguard.collective import vote
 from zeroguard.config import GuardConfig, choose, registry, start
 from zeroguard.errors import GuardUnavailableError, GuardViolation, SessionClosedError
 from zeroguard.findings import Finding, Repair
 from zeroguard.guards.base import Guard
+from zeroguard.report.gradients import GradientReads
 from zeroguard.report.summary import GuardStats, Summary
 from zeroguard.sinks import JsonLinesSink, JsonLinesSinkConfig, LoggingSink, Sink, as_sink
 
@@ -35,7 +36,7 @@ class Selection(dict[str, str]):
         return "\n".join(f"{'+' if n in self.selected else '-'} {n}: {why}" for n, why in self.items())
 
 
-class Session:
+class Session(GradientReads):
     """Guards at work on one engine; made by :func:`zeroguard.guard`, or from a backend of :mod:`zeroguard.testing`.
 
     Attributes:
@@ -84,6 +85,9 @@ class Session:
             if not self.config.automatic and name not in named:
                 self.selection[name] = stats.note = "not in the configured list"
                 continue
+            if cls.on_request and name not in named:
+                self.selection[name] = 'on request only: list it beside {"name": "automatic"}'
+                continue
             options = named.get(name) or cls.Config()
             choice = choose(cls, facts, options)
             made: Guard | None = None
@@ -105,6 +109,7 @@ class Session:
             stats.state = "on"
             stats.note = ""
             self._add(made, stats)
+        self._backend.actions = {g.name: str(getattr(g.config, "action", "repair")) for g in self._guards}
 
     def _add(self, guard_: Guard, stats: GuardStats) -> None:
         guard_.step = self._backend.steps
@@ -138,7 +143,7 @@ class Session:
                     self._repair(guard_, stats, outcome)
                 else:
                     self._found(stats, outcome)
-            stats.checks = guard_.checks
+            stats.checks, stats.note = guard_.checks, guard_.note
             stats.seconds += perf_counter() - began
 
     def _move(self, event: ev.Event) -> None:
@@ -190,11 +195,23 @@ class Session:
         mine = bool(self._pending)
         ranks: Sequence[int] = [facts.rank] if mine else []
         if self.config.agree:
-            ranks = ranks_with(mine, groups=self._backend.groups, device=facts.accelerator)
+            word = next((word for guard_ in self._guards if (word := guard_.fingerprint())), 0)
+            said = vote(mine, word, groups=self._backend.groups, device=facts.accelerator)
+            ranks = said.flagged
+            if len(set(said.words.values())) > 1:
+                ranks = self._compare(said.words) or ranks
         if not ranks:
             return
         pending, self._pending = self._pending, []
         raise GuardViolation(pending, ranks=ranks, step=max((g.step for g in self._guards), default=0))
+
+    def _compare(self, words: Mapping[int, int]) -> Sequence[int]:
+        """Let the guards judge fingerprints that differ; the ranks that have to stop, which all of them see alike."""
+        before = len(self._pending)
+        for guard_ in self._guards:
+            for finding in guard_.differs(words):
+                self._found(self._stats[guard_.name], finding)
+        return sorted(words) if len(self._pending) > before else []
 
     # -- what a user calls -------------------------------------------------------------------------------------------
 
@@ -218,6 +235,17 @@ class Session:
             # Nothing of DeepSpeed's is in host memory here; a copy of the user's own may be on its way all the same.
             self._backend.wait_copies(tensors)
         return contextlib.nullcontext()
+
+    def expect_gradient_edit(self) -> None:
+        """LOCAL. Say that this step's gradients are changed on purpose (``safe_set_full_grad``, your own clip): the
+        guard ``gradient_audit`` does not compare them. Call it before the step, on one rank or on all.
+
+        Raises:
+            SessionClosedError: after close.
+        """
+        if self.closed:
+            raise SessionClosedError("session.expect_gradient_edit() after close")
+        self.emit(ev.GradientEdit())
 
     def watch(self, guard_: Guard) -> None:
         """LOCAL. Add a guard that no configuration selects, such as the order of an integration's own calls."""

@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 logger = logging.getLogger("zeroguard")
+_LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.DEBUG}
 
 
 class Sink(Protocol):
@@ -57,14 +58,14 @@ class JsonLinesSinkConfig(GuardModel):
 
 
 class LoggingSink:
-    """Findings at WARNING or ERROR, repairs at DEBUG."""
+    """Findings at ERROR, WARNING, or DEBUG for notes; repairs at DEBUG."""
 
     def __init__(self, config: LoggingSinkConfig | None = None) -> None:
         self.config = config or LoggingSinkConfig()
 
     def write(self, record: Finding | Repair) -> None:
         if isinstance(record, Finding):
-            logger.log(logging.ERROR if record.severity == "error" else logging.WARNING, "%s", record.text())
+            logger.log(_LEVELS[record.severity], "%s", record.text())
         elif self.config.repairs:
             logger.debug("%s", record.text())
 

@@ -14,14 +14,24 @@ gradients race every time. Importing this module imports neither deepspeed nor l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields as fields_of
 from typing import Any, Literal
 
 from zeroguard import events as ev
 from zeroguard._scripted import ScriptedAccelerator, scripted_accelerator
-from zeroguard.backends.base import Action, BackwardState, Done, EngineFacts, ParamStatus
+from zeroguard.backends.base import (
+    Action,
+    BackwardState,
+    Done,
+    EngineFacts,
+    GradientAudit,
+    ParamStatus,
+    Switched,
+    UpdateAudit,
+)
 from zeroguard.config import GuardConfig, load_config
+from zeroguard.errors import GradientsUnavailableError
 from zeroguard.findings import Finding, Severity
 from zeroguard.session import Session
 
@@ -88,7 +98,13 @@ class ScriptedEngine:
         stale: answer of :meth:`stale_parameters`.
         lost: answer of :meth:`lost_parameters`.
         idle: answer of :meth:`idle_parameters`.
+        switched: answer of :meth:`switched_parameters`.
+        order: answer of :meth:`gradient_order`.
+        norm: answer of :meth:`grad_norm`.
+        norms: answer of :meth:`grad_norms`; None, as after a step, makes it raise.
         sticky: repairs change nothing.
+        audit: answer of :meth:`audit_gradients`.
+        update: answer of :meth:`audit_update`.
         requests: every repair asked for, in order: (name of the action, its arguments).
         done: what a repair returns, by name of the action. Not listed: one ``Done`` of the kind that
             DeepSpeed's backend reports if there was something to put right, else none; always none for
@@ -104,6 +120,7 @@ class ScriptedEngine:
         stale: tuple[str, ...] = (),
         lost: tuple[str, ...] = (),
         idle: tuple[str, ...] = (),
+        norms: dict[str, float] | None = None,
         sticky: bool = False,
         done: dict[str, list[Done]] | None = None,
     ) -> None:
@@ -114,9 +131,15 @@ class ScriptedEngine:
         self.state = state or BackwardState()
         self.status = status or ParamStatus()
         self.stale, self.lost, self.idle = stale, lost, idle
+        self.norms = norms
         self.sticky = sticky
         self.requests: list[tuple[str, tuple[Any, ...]]] = []
         self.done = dict(done or {})
+        self.audit, self.update = GradientAudit(), UpdateAudit()
+        self.actions: Mapping[str, str] = {}
+        self.switched = Switched()
+        self.order = 0
+        self.norm: float | None = None
 
     @property
     def asked(self) -> list[str]:
@@ -132,8 +155,24 @@ class ScriptedEngine:
         return self.status
 
     def grad_norm(self) -> float | None:
-        """LOCAL. Always None: nothing is computed here."""
-        return None
+        """LOCAL. The answer that a test wrote into ``norm``."""
+        return self.norm
+
+    def switched_parameters(self) -> Switched:
+        return self.switched
+
+    def gradient_order(self) -> int:
+        return self.order
+
+    def grad_norms(self) -> dict[str, float]:
+        """LOCAL here. The answer that a test wrote into ``norms``."""
+        if self.norms is None:
+            raise GradientsUnavailableError("scripted: there is no gradient to read")
+        return dict(self.norms)
+
+    def gradients(self, names: Sequence[str] | None = None) -> dict[str, Any]:
+        """LOCAL here. Nothing is computed: it raises, whatever ``norms`` are."""
+        raise GradientsUnavailableError("scripted: there are no tensors")
 
     def idle_parameters(self) -> tuple[str, ...]:
         return self.idle
@@ -216,6 +255,27 @@ class ScriptedEngine:
         names = tuple(n for n in before.in_flight if n not in before.orphans) or before.active
         return self._repair(Action.RELEASE_IN_FLIGHT, needed=bool(names), names=names)
 
+    def audit_gradients(self, elements: int, seed: int) -> GradientAudit:
+        """LOCAL here. The answer that a test wrote into ``audit``."""
+        self.requests.append(("audit_gradients", (elements, seed)))
+        return self.audit
+
+    def audit_update(self) -> UpdateAudit:
+        """LOCAL. The answer that a test wrote into ``update``."""
+        return self.update
+
+    def sample_gradients(self, elements: int, seed: int) -> Sequence[Done]:
+        return self._repair(Action.SAMPLE_GRADIENTS, elements, seed, needed=False)
+
+    def spoil_samples(self, why: str) -> Sequence[Done]:
+        return self._repair(Action.SPOIL_SAMPLES, why, needed=False)
+
+    def forget_samples(self) -> Sequence[Done]:
+        return self._repair(Action.FORGET_SAMPLES, needed=False)
+
+    def end_samples(self) -> Sequence[Done]:
+        return self._repair(Action.END_SAMPLES, needed=False)
+
     def divide_once(self) -> Sequence[Done]:
         return self._repair(Action.DIVIDE_ONCE)
 
@@ -247,6 +307,7 @@ class Script:
         self._boundary_in_window = False
         self._unfinished = False
         self._pending_forward = False
+        self._cleared = False
 
     def _add(self, *events: ev.Event) -> Script:
         self.events += events
@@ -318,6 +379,7 @@ class Script:
 
     def zero_grad(self, by: Literal["engine", "optimizer", "module"] = "engine") -> Script:
         """zero_grad. Like the backend, it says nothing when there is nothing to clear."""
+        self._cleared = True
         if not (self._in_window or self._unfinished):
             return self
         self._add(ev.ZeroGrad(by, self._in_window))
@@ -325,14 +387,27 @@ class Script:
             self._in_window, self._boundary_in_window, self._unfinished = 0, False, False
         return self
 
-    def step(self, applied: bool = True) -> Script:
+    def step(self, applied: bool = True, by: Literal["engine.step", "optimizer.step"] = "engine.step") -> Script:
         """The ZeRO optimizer's step."""
-        self._add(ev.StepBegin(self._steps, self._in_window))
+        self._add(ev.StepBegin(self._steps, self._in_window, by, self._cleared))
         self._steps += 1
+        self._cleared = False
         self._in_window, self._boundary_in_window = 0, False
         if self.repairing:
             self._since_reset, self._unfinished = 0, False
         return self._add(ev.StepEnd(self._steps, applied, self._pending_forward))
+
+    def counted(self, open: int = 1) -> Script:
+        """engine.step() at no boundary: ``open`` micro-batches of the window are over."""
+        return self._add(ev.MicroBatchEnd(open))
+
+    def epoch_end(self) -> Script:
+        """A trainer's epoch is over."""
+        return self._add(ev.EpochEnd())
+
+    def clip(self, gradients: int = 0, limit: float | None = 1.0) -> Script:
+        """torch.nn.utils.clip_grad_norm_ over all parameters, ``gradients`` of which have one."""
+        return self._add(ev.GradientClip("torch.nn.utils.clip_grad_norm_", gradients, limit))
 
     def mode(self, training: bool) -> Script:
         """module.train(training)."""

@@ -70,6 +70,16 @@ class TestRelease:
             answer = old_lab.run(1, case, python_path=path_of(release))[0]
             assert max(answer["differences"]) <= 3e-8, (stage, offload, answer)
 
+    def test_reads_are_exact(self, old_lab: Lab, release: str) -> None:
+        """Gradients and their norms between backward and step."""
+        for stage, offload in CONFIGURATIONS:
+            for dtype, limit in (("fp32", 5e-7), ("fp16", 2e-3)):
+                case = {"call": "reading.read", "stage": stage, "offload": offload, "dtype": dtype}
+                answer = old_lab.run(1, case, python_path=path_of(release))[0]
+                for window in answer["windows"]:
+                    assert window["names"], (stage, offload, dtype, window)
+                    assert max(window["whole"], window["norms"]) <= limit, (stage, offload, dtype, window)
+
     def test_nothing_stays_in_flight_and_all_is_given_back(self, old_lab: Lab, release: str) -> None:
         answer = old_lab.run(1, {"call": "status.left_behind", "case": "eval"}, python_path=path_of(release))[0]
         assert answer["seen"]["at_boundary"]["registry"] == 0, answer

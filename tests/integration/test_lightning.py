@@ -377,7 +377,8 @@ def test_every_group_has_the_factory(group: str) -> None:
 
 def test_without_the_variable_the_factory_imports_nothing() -> None:
     code = (
-        "import sys, os; before = set(sys.modules); import zeroguard.integrations.entry as z; assert z.callbacks() == []; "
+        "import sys, os; before = set(sys.modules); "
+        "import zeroguard.integrations.entry as z; assert z.callbacks() == []; "
         "new = set(sys.modules) - before; assert not {'torch', 'pydantic', 'lightning'} & new, new"
     )
     env = {key: value for key, value in os.environ.items() if key != "ZEROGUARD"}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.test_healthy import CASES as HEALTHY
 from tests.integration.test_healthy import QUIET
-from tests.integration.test_two_losses import BEYOND, CONFIGURATIONS, PATTERNS
+from tests.integration.test_two_losses import BEYOND, CONFIGURATIONS, PATTERNS, silent
 from tests.lab.group import Lab
 
 MODES = pytest.mark.parametrize("mode", ["wrapped", "announced"])
@@ -25,24 +25,24 @@ def run(lab: Lab, ranks: int, mode: str, target: str, **case: Any) -> list[dict[
 @pytest.mark.parametrize("pattern", PATTERNS)
 @MODES
 def test_two_losses(lab: Lab, mode: str, pattern: str, stage: int, offload: bool) -> None:
-    for dtype, gas in (("fp32", 1), ("fp32", 4), ("bf16", 4)):
+    # Wrapped is what the context manager does; one cell of each shows that the calls change nothing.
+    for dtype, gas in (("fp32", 1), ("fp32", 4), ("bf16", 4)) if mode == "announced" else (("fp32", 4),):
         case = {"pattern": pattern, "stage": stage, "offload": offload, "dtype": dtype, "gas": gas}
         for answer in run(lab, 2, mode, "programs.two_losses", **case):
             assert answer["status"] == "exact", (dtype, gas, answer["status"], answer["error"], answer["differences"])
-            assert answer["findings"] == [], answer["texts"]
+            assert silent(answer, pattern, gas), answer["texts"]
             assert answer["depth"] == 0
 
 
 @EACH
-@MODES
-def test_two_losses_with_other_settings(lab: Lab, mode: str, stage: int, offload: bool) -> None:
+def test_two_losses_with_other_settings(lab: Lab, stage: int, offload: bool) -> None:
     settings = [{"overlap_comm": True, "reduce_bucket_size": 64}, {"contiguous_gradients": False}]
     for zero in settings:
         for pattern in ("clear_engine", "boundary_manual", "misuse_engine"):
             case = {"pattern": pattern, "stage": stage, "offload": offload, "gas": 4, "zero": zero}
-            for answer in run(lab, 2, mode, "programs.two_losses", **case):
+            for answer in run(lab, 2, "announced", "programs.two_losses", **case):
                 assert answer["status"] == "exact", (zero, pattern, answer["error"], answer["differences"])
-                assert answer["findings"] == [], answer["texts"]
+                assert silent(answer, pattern, 4), answer["texts"]
 
 
 @EACH
@@ -90,9 +90,8 @@ def test_idle_parameters_and_zero_grad(lab: Lab, mode: str, stage: int, offload:
 
 
 @pytest.mark.parametrize(("program", "stage", "offload"), HEALTHY)
-@MODES
-def test_healthy_is_silent_and_bit_identical(lab: Lab, mode: str, program: str, stage: int, offload: bool) -> None:
-    for answer in run(lab, 2, mode, "healthy.run", program=program, stage=stage, offload=offload):
+def test_healthy_is_silent_and_bit_identical(lab: Lab, program: str, stage: int, offload: bool) -> None:
+    for answer in run(lab, 2, "announced", "healthy.run", program=program, stage=stage, offload=offload):
         assert answer.get("same"), answer
         assert answer["findings"] == [], answer["texts"]
         assert {r["kind"] for r in answer["repairs"]} <= QUIET, answer["repairs"]

@@ -28,6 +28,12 @@ UNGUARDED = {
 }
 
 
+def silent(answer: dict[str, Any], pattern: str, gas: int) -> bool:
+    """Nothing is found; but zero_grad before every micro-batch of a window is what it is, also where it is exact."""
+    kinds = [f["kind"] for f in answer["findings"]]
+    return kinds == (["cleared_every_micro_batch"] if pattern.startswith("clear") and gas > 1 else [])
+
+
 def run(lab: Lab, ranks: int, **case: Any) -> list[dict[str, Any]]:
     return lab.run(ranks, {"call": "programs.two_losses", **case})
 
@@ -40,7 +46,7 @@ def run(lab: Lab, ranks: int, **case: Any) -> list[dict[str, Any]]:
 def test_guarded_is_exact(lab: Lab, pattern: str, stage: int, offload: bool, ranks: int, dtype: str, gas: int) -> None:
     for answer in run(lab, ranks, pattern=pattern, stage=stage, offload=offload, dtype=dtype, gas=gas):
         assert answer["status"] == "exact", (answer["status"], answer.get("differences"), answer["error"])
-        assert answer["findings"] == [], answer["texts"]
+        assert silent(answer, pattern, gas), answer["texts"]
         assert answer["depth"] == 0
 
 
@@ -75,7 +81,7 @@ def test_guarded_is_exact_with_other_zero_settings(
     for pattern in ("clear_engine", "boundary_manual", "misuse_engine"):
         for answer in run(lab, 2, pattern=pattern, stage=stage, offload=offload, gas=gas, zero=zero):
             assert answer["status"] == "exact", (pattern, answer["status"], answer.get("differences"), answer["error"])
-            assert answer["findings"] == [], answer["texts"]
+            assert silent(answer, pattern, gas), answer["texts"]
 
 
 @pytest.mark.parametrize("gas", [1, 4])
@@ -87,7 +93,7 @@ def test_guarded_is_exact_with_fp32_accumulation_of_bf16(lab: Lab, stage: int, o
         case = {"pattern": pattern, "stage": stage, "offload": offload, "dtype": "bf16", "gas": gas, "extra": extra}
         for answer in run(lab, 2, **case):
             assert answer["status"] == "exact", (pattern, answer["status"], answer.get("differences"), answer["error"])
-            assert answer["findings"] == [], answer["texts"]
+            assert silent(answer, pattern, gas), answer["texts"]
 
 
 @pytest.mark.parametrize(("stage", "offload"), CONFIGURATIONS[1:])

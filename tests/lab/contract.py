@@ -17,7 +17,7 @@ def probe(stage: int, offload: bool) -> dict[str, Any]:
     engine, _, _ = lab.build(idle.Branch(), lab.ds_config(stage, offload))
     facts = door.facts_of(engine)
     missing = {}
-    for guard in ("host_read", "retained_graph", "accumulator_reset", "param_status"):
+    for guard in ("host_read", "retained_graph", "accumulator_reset", "param_status", "reading"):
         gone = door.missing(engine, guard, layout=facts.layout, version=facts.deepspeed_version, offload=facts.offload)
         if gone:
             missing[guard] = [f"{item.owner}.{item.name}" for item in gone]

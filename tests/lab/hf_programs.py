@@ -395,7 +395,8 @@ class Owner(TrainerCallback):
         self.made, self.engine = made, None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.engine = None if self.made.session is None else self.made.session._backend.engine
+        session = self.made.session
+        self.engine = None if session is None or session.closed else session._backend.engine
 
 
 def two_trainers(stage: int) -> dict[str, Any]:

@@ -13,6 +13,8 @@ import torch
 
 __all__ = ["FABRICS", "TRAINERS", "fabric_strategy", "trainer_strategy", "use_the_lab"]
 
+#: then the shipped strategies run as they are
+ON_GPU = os.environ.get("LAB_DEVICE") == "cuda"
 TRAINERS = ("lightning.pytorch", "pytorch_lightning")
 #: a Trainer's package -> the package of its Fabric
 FABRICS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
@@ -46,6 +48,8 @@ def _of(package: str) -> Any:
 def trainer_strategy(package: str, config: dict[str, Any], **kwargs: Any) -> Any:
     """The DeepSpeedStrategy of ``lightning.pytorch`` or ``pytorch_lightning``."""
     shipped = _of(package)
+    if ON_GPU:
+        return shipped(config=config, **kwargs)
 
     class CPUDeepSpeedStrategy(_Double, shipped):  # type: ignore[misc, valid-type]
         def setup_distributed(self) -> None:  # without "has each device an index of its own?"
@@ -58,6 +62,8 @@ def trainer_strategy(package: str, config: dict[str, Any], **kwargs: Any) -> Any
 def fabric_strategy(package: str, config: dict[str, Any], **kwargs: Any) -> Any:
     """The DeepSpeedStrategy of ``lightning.fabric`` or ``lightning_fabric``."""
     shipped = _of(package)
+    if ON_GPU:
+        return shipped(config=config, **kwargs)
 
     class CPUDeepSpeedStrategy(_Double, shipped):  # type: ignore[misc, valid-type]
         def _setup_distributed(self) -> None:

@@ -24,6 +24,7 @@ from zeroguard.config import GUARDS, AutomaticConfig
 from zeroguard.guards.accumulation import AccumulationConfig
 from zeroguard.guards.accumulator_reset import AccumulatorResetConfig
 from zeroguard.guards.base import GuardModel
+from zeroguard.guards.gradient_audit import GradientAuditConfig
 from zeroguard.guards.host_read import HostReadConfig
 from zeroguard.guards.param_status import ParamStatusConfig
 from zeroguard.guards.retained_graph import RetainedGraphConfig
@@ -36,13 +37,14 @@ MODELS: tuple[type[GuardModel], ...] = (
     AutomaticConfig,
     HostReadConfig,
     AccumulationConfig,
+    GradientAuditConfig,
     RetainedGraphConfig,
     AccumulatorResetConfig,
     ParamStatusConfig,
     LoggingSinkConfig,
     JsonLinesSinkConfig,
 )
-GUARD_NAMES = ("host_read", "retained_graph", "accumulator_reset", "param_status", "accumulation")
+GUARD_NAMES = ("host_read", "retained_graph", "accumulator_reset", "param_status", "accumulation", "gradient_audit")
 
 DATA: dict[str, Any] = {
     "on_violation": "warn",

@@ -73,9 +73,15 @@ def test_a_guard_that_is_not_needed_may_be_named() -> None:
 
 
 def test_automatic_choice() -> None:
-    assert replay([]).selection.selected == ["host_read", "retained_graph", "accumulator_reset", "accumulation"]
+    assert replay([]).selection.selected == [
+        "host_read",
+        "retained_graph",
+        "accumulator_reset",
+        "accumulation",
+    ]
     stage3 = replay([], engine=ScriptedEngine(facts(stage=3)))
-    assert stage3.selection.selected == list(GUARDS)
+    assert stage3.selection.selected == [name for name in GUARDS if name != "gradient_audit"]
+    assert "on request" in stage3.selection["gradient_audit"]
 
 
 # -- host_read -------------------------------------------------------------------------------------------------------
@@ -516,7 +522,8 @@ def test_the_order_of_repairs_across_guards() -> None:
     """A backward is prepared before its gradients are touched; all is at rest before parameters are judged."""
     engine = ScriptedEngine(facts(stage=3, **OLD), status=FLYING)
     replay(Script().forward().backward().zero_grad().backward().step(), engine=engine)
-    assert engine.asked == [
+    repairs = [name for name in engine.asked if "sample" not in name and "audit" not in name]
+    assert repairs == [
         "release_in_flight",  # before the forward
         "flush_pending",
         "settle",
@@ -541,10 +548,10 @@ def test_requests_fit_the_protocol_and_the_backend() -> None:
     )
     engine = ScriptedEngine(facts(stage=3, **OLD), status=FLYING)
     guards = ["host_read", "retained_graph", {"name": "accumulator_reset", "idle": "untouched"}, "param_status"]
-    guards.append({"name": "accumulation", "action": "repair"})
+    guards += [{"name": "accumulation", "action": "repair"}, "gradient_audit"]
     divided = [ev.LossDivided("Lightning", 2), ev.BackwardBegin(9, "engine.backward", divisor=2)]
     replay([*script.step().events, *divided, ev.Close(False)], guards=guards, engine=engine)
-    assert set(engine.asked) == {action.value for action in Action}
+    assert set(engine.asked) - {"audit_gradients"} == {action.value for action in Action}
     for name, args in engine.requests:
         for owner in (Engine, DeepSpeedBackend):
             inspect.signature(getattr(owner, name)).bind(None, *args)

@@ -137,8 +137,8 @@ def test_its_mistakes_are_told_like_those_of_a_built_in_one(install: Install) ->
     message = message_of({"name": "extra", "limt": 3})
     assert message.startswith("guards.0.extra: unknown key 'limt' (value 3)")
     assert message.endswith("did you mean 'limit'?")
-    assert "'accumulation', 'extra'" in message_of({"name": "nothing"})
-    assert "'accumulation', 'extra'" in message_of("extra")
+    assert "'gradient_audit', 'extra'" in message_of({"name": "nothing"})
+    assert "'gradient_audit', 'extra'" in message_of("extra")
     assert "'extra' stands there twice" in message_of({"name": "extra"}, {"name": "extra", "limit": 1})
 
 

@@ -23,7 +23,8 @@ from zeroguard import (
 from zeroguard import attach as attach_module
 from zeroguard import events as ev
 from zeroguard import session as session_module
-from zeroguard.backends.base import BackwardState, Done, EngineFacts, ParamStatus
+from zeroguard.backends.base import BackwardState, Done, EngineFacts, GradientAudit, ParamStatus, Switched, UpdateAudit
+from zeroguard.collective import Votes
 from zeroguard.config import GUARDS
 
 ZERO3 = EngineFacts(stage=3, dtype="bfloat16", deepspeed_version="0.19.8")
@@ -49,6 +50,18 @@ class FakeBackend:
 
     def param_status(self, *, scan: bool = True) -> ParamStatus:
         return self.status
+
+    def switched_parameters(self) -> Switched:
+        return Switched()
+
+    def gradient_order(self) -> int:
+        return 0
+
+    def audit_gradients(self, elements: int, seed: int) -> GradientAudit:
+        return GradientAudit()
+
+    def audit_update(self) -> UpdateAudit:
+        return UpdateAudit()
 
     def backward_state(self) -> BackwardState:
         return self.state
@@ -182,11 +195,11 @@ def test_decisions_do_not_pile_up_under_warn() -> None:
 def test_a_rank_follows_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[bool, tuple[Any, ...]]] = []
 
-    def ranks_with(flag: bool, *, groups: tuple[Any, ...], device: str) -> list[int]:
+    def vote(flag: bool, word: int, *, groups: tuple[Any, ...], device: str) -> Votes:
         asked.append((flag, groups))
-        return [1]
+        return Votes([1], {})
 
-    monkeypatch.setattr(session_module, "ranks_with", ranks_with)
+    monkeypatch.setattr(session_module, "vote", vote)
     session = opened(None, FakeBackend(EngineFacts(stage=3, world_size=2)))
     session.emit(ev.StepEnd(5, True))
     with pytest.raises(GuardViolation) as caught:
@@ -200,10 +213,10 @@ def test_a_rank_follows_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("config", [{"agree": False}, {"on_violation": "warn"}, {"on_violation": "record"}], ids=str)
 def test_no_communication_where_none_is_needed(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]) -> None:
-    def ranks_with(*args: Any, **kwargs: Any) -> list[int]:
+    def vote(*args: Any, **kwargs: Any) -> Votes:
         raise AssertionError("communicated")
 
-    monkeypatch.setattr(session_module, "ranks_with", ranks_with)
+    monkeypatch.setattr(session_module, "vote", vote)
     opened(config).decide()
 
 
@@ -264,10 +277,16 @@ def test_events_reach_the_guards_in_their_order() -> None:
 def test_selection_texts() -> None:
     session = opened()
     assert list(session.selection) == list(GUARDS)
-    assert session.selection.selected == ["retained_graph", "accumulator_reset", "param_status", "accumulation"]
+    assert session.selection.selected == [
+        "retained_graph",
+        "accumulator_reset",
+        "param_status",
+        "accumulation",
+    ]
     lines = str(session.selection).splitlines()
     assert lines[0] == "- host_read: ZeRO-3, bfloat16, 1 rank has no gradients in host memory"
-    assert [line.split(":")[0] for line in lines[1:]] == [f"+ {name}" for name in session.selection.selected]
+    assert [line.split(":")[0] for line in lines[1:-1]] == [f"+ {name}" for name in session.selection.selected]
+    assert lines[-1].startswith("- gradient_audit: on request only")
     assert all(why for why in session.selection.values())
 
 
@@ -280,7 +299,12 @@ def test_selection_says_what_was_left_out_of_the_list() -> None:
 def test_options_beside_the_automatic_choice() -> None:
     guards = [{"name": "automatic"}, {"name": "accumulation", "action": "repair"}, {"name": "host_read"}]
     session = opened({"guards": guards})
-    assert session.selection.selected == ["retained_graph", "accumulator_reset", "param_status", "accumulation"]
+    assert session.selection.selected == [
+        "retained_graph",
+        "accumulator_reset",
+        "param_status",
+        "accumulation",
+    ]
     assert "no gradients in host memory" in session.selection["host_read"], "options only: no mistake"
     (accumulation,) = (guard for guard in session._guards if guard.name == "accumulation")
     assert accumulation.config.action == "repair"
@@ -296,7 +320,12 @@ def test_an_empty_list_runs_nothing() -> None:
 
 def test_selection_of_an_offloaded_engine() -> None:
     session = opened(None, FakeBackend(ZERO2))
-    assert session.selection.selected == ["host_read", "retained_graph", "accumulator_reset", "accumulation"]
+    assert session.selection.selected == [
+        "host_read",
+        "retained_graph",
+        "accumulator_reset",
+        "accumulation",
+    ]
     assert "ZeRO-2" in session.selection["param_status"]
     assert "(pinned)" in session.selection["host_read"]
 
@@ -381,6 +410,7 @@ def test_summary_tells_never_exercised_from_passed() -> None:
         "accumulator_reset": "never exercised",
         "param_status": "never exercised",
         "accumulation": "never exercised",
+        "gradient_audit": "off",
     }
     session.emit(ev.ForwardBegin(1, True, True))
     verdicts = {row.guard: row.verdict for row in session.rows}

@@ -6,12 +6,25 @@ here is COLLECTIVE so far: what zeroguard repairs, each rank repairs for its own
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-__all__ = ["Action", "BackwardState", "Done", "Engine", "EngineFacts", "Evidence", "ParamStatus", "Request"]
+__all__ = [
+    "Action",
+    "BackwardState",
+    "Done",
+    "Engine",
+    "EngineFacts",
+    "Evidence",
+    "GradientAudit",
+    "Mismatch",
+    "ParamStatus",
+    "Request",
+    "Switched",
+    "UpdateAudit",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +47,11 @@ class EngineFacts:
         deepspeed_version: release of DeepSpeed.
         torch_version: release of torch.
         output_hooks: whether DeepSpeed prepares a backward from hooks on the forward's outputs (from 0.18).
+        trains: whether there is an optimizer to step; an engine that Lightning makes for test or predict has none.
         own_copy_events: whether DeepSpeed keeps events of its pending offload copies (from 0.19.8).
+        loss_scale: ``none``, ``static``, or ``dynamic``, where skipped updates are how the scale is found.
+        unasked_clipping: the norm at which gradients are clipped although the configuration does not mention clipping;
+            0 where it does, and where nothing is clipped.
     """
 
     stage: int
@@ -53,6 +70,9 @@ class EngineFacts:
     torch_version: str = ""
     output_hooks: bool = True
     own_copy_events: bool = False
+    trains: bool = True
+    loss_scale: str = "none"
+    unasked_clipping: float = 0.0
 
     @property
     def offload(self) -> bool:
@@ -90,6 +110,10 @@ class Action(Enum):
     RELEASE_IN_FLIGHT = "release_in_flight"
     WAIT_COPIES = "wait_copies"
     DIVIDE_ONCE = "divide_once"
+    SAMPLE_GRADIENTS = "sample_gradients"
+    SPOIL_SAMPLES = "spoil_samples"
+    FORGET_SAMPLES = "forget_samples"
+    END_SAMPLES = "end_samples"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +190,69 @@ class Evidence:
     steps: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A parameter whose consumed gradient is not what autograd delivered.
+
+    Attributes:
+        name: the parameter.
+        kind: ``lost``, ``stale``, ``overwritten``, ``duplicated``, ``scaled``, ``not_reduced``, ``missing_on_rank``,
+            ``not_finite`` or ``differs``.
+        error: norm of the difference over the larger of both norms, of the sampled elements of this rank.
+        factor: consumed over delivered, where one number fits all samples.
+    """
+
+    name: str
+    kind: str
+    error: float
+    factor: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GradientAudit:
+    """One comparison.
+
+    Attributes:
+        audited: parameters of which this rank compared samples.
+        mismatches: those that differ by more than rounding.
+        skipped: why nothing was compared; empty where it was.
+        tolerance: the relative error that rounding can make here.
+        edited: parameters whose low-precision weight is, before the step, not the master weight, rounded.
+    """
+
+    audited: int = 0
+    mismatches: tuple[Mismatch, ...] = ()
+    skipped: str = ""
+    tolerance: float = 0.0
+    edited: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """Parameters whose requires_grad says another thing than the optimizer does.
+
+    Attributes:
+        frozen: not to be trained, and moved by the optimizer.
+        unfrozen: to be trained, frozen when the engine was guarded, and not in the optimizer.
+    """
+
+    frozen: tuple[str, ...] = ()
+    unfrozen: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateAudit:
+    """What a step did to the sampled weights of this rank.
+
+    Attributes:
+        unmoved: parameters with a gradient and a learning rate whose master weights did not change.
+        not_cast: parameters whose low-precision copy is not the master weight, rounded.
+    """
+
+    unmoved: tuple[str, ...] = ()
+    not_cast: tuple[str, ...] = ()
+
+
 class Engine(Protocol):
     """A training engine as guards see it. Implemented by the DeepSpeed backend and by ``zeroguard.testing``.
 
@@ -173,11 +260,14 @@ class Engine(Protocol):
         facts: what is known of it since attach.
         groups: the process groups whose ranks train together, for the agreement on stopping; empty on one rank.
         steps: optimizer steps completed.
+        actions: guard -> its ``action`` (``repair`` for one without that option), of all guards that act on it; set by
+            the session.
     """
 
     facts: EngineFacts
     groups: Sequence[Any]
     steps: int
+    actions: Mapping[str, str]
 
     @property
     def busy(self) -> bool:
@@ -206,8 +296,38 @@ class Engine(Protocol):
         """LOCAL, stages 1 and 2 offloaded, 3 offloaded: reached in this window, but not what step() consumes."""
         ...
 
+    def audit_gradients(self, elements: int, seed: int) -> GradientAudit:
+        """COLLECTIVE, stages 0 to 3, right before the step of every rank: compare the samples of this window (made
+        with the same arguments) with what the optimizer is about to consume."""
+        ...
+
+    def audit_update(self) -> UpdateAudit:
+        """LOCAL, stages 1 to 3, right after an audited step that was applied: the sampled weights, before and
+        after."""
+        ...
+
+    def switched_parameters(self) -> Switched:
+        """LOCAL, stages 0 to 3: one pass over requires_grad of all parameters."""
+        ...
+
+    def gradient_order(self) -> int:
+        """LOCAL, stages 1 and 2 on several ranks: a number of 31 bits, at least 1, that stands for the parameters whose
+        gradients entered DeepSpeed's reduction in this window, in their order; 0 where it is not known, or may differ
+        between ranks."""
+        ...
+
     def grad_norm(self) -> float | None:
         """LOCAL, stages 0 to 3: the last step's global gradient norm, before clipping, if DeepSpeed computed one."""
+        ...
+
+    def grad_norms(self) -> dict[str, float]:
+        """COLLECTIVE over the data-parallel group, stages 0 to 3: name -> 2-norm of the gradient that waits for the
+        step. Raises GradientsUnavailableError on every rank."""
+        ...
+
+    def gradients(self, names: Sequence[str] | None = None) -> dict[str, Any]:
+        """COLLECTIVE over the data-parallel group, stages 0 to 3: name -> that gradient, whole, in fp32. Raises
+        GradientsUnavailableError on every rank, and ConfigError for a name that the model does not have."""
         ...
 
     # -- repairs -------------------------------------------------------------------------------------------------
@@ -259,6 +379,23 @@ class Engine(Protocol):
 
     def release_in_flight(self) -> Sequence[Done]:
         """LOCAL, stage 3: wait for gathers that were already launched and release their parameters."""
+        ...
+
+    def sample_gradients(self, elements: int, seed: int) -> Sequence[Done]:
+        """LOCAL, stages 0 to 3: the backward that is beginning is sampled, ``elements`` of each parameter (0 for all)
+        at the places that ``seed`` gives on every rank."""
+        ...
+
+    def spoil_samples(self, why: str) -> Sequence[Done]:
+        """LOCAL: the samples of this window cannot be judged, on no rank."""
+        ...
+
+    def forget_samples(self) -> Sequence[Done]:
+        """LOCAL: zero_grad; the window's samples begin again."""
+        ...
+
+    def end_samples(self) -> Sequence[Done]:
+        """LOCAL: the step is over; no hook stays."""
         ...
 
     def divide_once(self) -> Sequence[Done]:

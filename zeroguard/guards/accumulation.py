@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from zeroguard import events as ev
 from zeroguard.backends.base import Action, EngineFacts, Request
-from zeroguard.findings import Severity
+from zeroguard.findings import Finding
 from zeroguard.guards.base import Choice, Guard, GuardModel, Outcome
+from zeroguard.guards.rhythm import Ranks, Seen, Settings, Trainer, Updates
+from zeroguard.guards.rhythm_texts import TEXTS
+from zeroguard.guards.windows import Windows
 
 __all__ = ["AccumulationConfig", "AccumulationGuard"]
+
+
+#: Events that tell a loop that was checked from one that never got there.
+_JUDGED = (ev.BackwardBegin, ev.StepBegin, ev.GradientRead, ev.GradientClip)
 
 
 class AccumulationConfig(GuardModel):
@@ -25,10 +32,11 @@ class AccumulationConfig(GuardModel):
 
 
 class AccumulationGuard(Guard):
-    """Sees what a trainer and DeepSpeed do to the same loss and the same step.
+    """Sees a loop, a trainer and DeepSpeed step to different rhythms; each kind of fault is reported once.
 
-    Source of the claim: docs/faults/rhythm.md, with the measured table; Lightning issue 6170, Accelerate issues 2951
-    and 3303. Stages 0 to 3. LOCAL.
+    Source of the claim: docs/faults/rhythm.md, with the measured tables; Lightning issues 6170 and 19987, Accelerate
+    issues 2951, 3303 and 3807, DeepSpeed issues 2343, 6767, 7439 and 8415 and pull request 8068. Stages 0 to 3. LOCAL,
+    but for the comparison of ranks, which rides on the session's agreement on stopping.
     """
 
     name = "accumulation"
@@ -39,29 +47,46 @@ class AccumulationGuard(Guard):
         self.repair = config.action == "repair"
         self.divided: ev.LossDivided | None = None
         self.reported: set[str] = set()
+        self.ranks = Ranks(engine)
+        self.watchers = [w.handlers() for w in (Trainer(engine), Windows(engine), Updates(engine), Settings(engine))]
+        self.watchers.append(self.ranks.handlers())
 
     @classmethod
     def choose(cls, facts: EngineFacts, config: Any) -> Choice:
-        return Choice(
-            "selected", "a trainer and DeepSpeed may both divide a loss, or step, without the other's knowing"
-        )
+        return Choice("selected", "a loop, a trainer and DeepSpeed may each have their own idea of a step")
 
     def handlers(self) -> dict[type[ev.Event], Any]:
+        wanted = {event for watcher in self.watchers for event in watcher}
         return {
+            **dict.fromkeys(wanted, self._watch),
             ev.LossDivided: self._divided,
             ev.BackwardBegin: self._begin,
-            ev.GraphReached: self._reached,
-            ev.GradientRead: self._read,
-            ev.StepBegin: self._step_begin,
             ev.StepEnd: self._step_end,
         }
+
+    def _watch(self, event: ev.Event) -> Iterable[Outcome]:
+        self.checks += isinstance(event, _JUDGED)
+        for watcher in self.watchers:
+            handler = watcher.get(type(event))
+            if handler is not None:
+                yield from self._findings(handler(event))
+
+    def _findings(self, seen: Iterable[Seen]) -> Iterable[Finding]:
+        """Once a kind: it is the loop's shape, the same at every step."""
+        for item in seen:
+            if item.kind in self.reported:
+                continue
+            self.reported.add(item.kind)
+            text = TEXTS[item.text or item.kind]
+            filled = {name: value.format(**item.values) for name, value in text._asdict().items()}
+            yield self.finding(item.kind, item.severity, subject=item.subject, **filled)
 
     def _divided(self, event: ev.LossDivided) -> Iterable[Outcome]:
         self.divided = event
         return ()
 
     def _begin(self, event: ev.BackwardBegin) -> Iterable[Outcome]:
-        self.checks += 1
+        yield from self._watch(event)
         divided, self.divided = self.divided, None
         if divided is None or divided.divisor == 1 or event.divisor == 1:
             return
@@ -69,90 +94,16 @@ class AccumulationGuard(Guard):
             yield Request(Action.DIVIDE_ONCE)
             return
         n, m = divided.divisor, event.divisor
-        yield from self._report(
-            "double_division",
-            "warning",
-            expected=f"a loss is divided once by its {m} micro-batches",
-            seen=f"{divided.by} divided it by {n}, and engine.backward divides it by {m} again",
-            effect=f"gradients are {n} times too small: scaled by 1/{n * m} instead of 1/{m}. Adam hides most of it; "
-            "SGD, clipping and every logged gradient norm do not",
-            cause=f"{divided.by} sets DeepSpeed's gradient_accumulation_steps and also divides by it itself",
-            remedy=f"multiply the loss by {n} in training_step, or write\n"
-            '      {"name": "accumulation", "action": "repair"}\n'
-            "    and in both cases look at your learning rate",
-        )
-
-    def _reached(self, event: ev.GraphReached) -> Iterable[Outcome]:
-        if event.stepped:
-            yield from self._report(
-                "step_between_backwards",
-                "error",
-                expected="all backwards over one forward's graph come before the step",
-                seen=f"backward {event.again + 1} over the graph of forward {event.forward} comes after a step that "
-                "consumed an earlier one",
-                effect="two steps a batch, and the later one's gradients mix weights of before and after the first",
-                cause="accelerator.backward, and with it Hugging Face's Trainer, calls engine.step inside the backward",
-                remedy="add the losses and call backward once:\n"
-                "      accelerator.backward(loss_a + loss_b)\n"
-                "    or step yourself; what accelerator.prepare returned is the engine:\n"
-                "      model.backward(loss_a, retain_graph=True); model.backward(loss_b); model.step()",
-            )
-
-    def _read(self, event: ev.GradientRead) -> Iterable[Outcome]:
-        self.checks += 1
-        if not event.backwards:
-            yield from self._report(
-                "late_gradient_read",
-                "warning",
-                expected="a gradient is read after its backward and before the step",
-                seen=f"{event.what} with no backward since the last step",
-                effect="DeepSpeed answers with what the last step left in its buffers (ZeRO-3, offload), or an error",
-                cause="the step came earlier than the place of the read suggests; in Hugging Face's "
-                "on_pre_optimizer_step and on_optimizer_step it is over, as Accelerate steps inside backward",
-                remedy="read between backward and step, in your own loop:\n"
-                "      engine.backward(loss); norm = safe_get_full_grad(param).norm(); engine.step()\n"
-                "    for the norm over all gradients: session.grad_norm(), or grad_norm=True of zeroguard's callbacks",
-            )
-
-    def _step_begin(self, event: ev.StepBegin) -> Iterable[Outcome]:
-        self.checks += 1
-        if event.by == "engine.step":
-            return
-        facts = self.engine.facts
-        steps = facts.accumulation_steps
-        # Only at a boundary do these reduce, or hand over, what the step consumes; the others do it at each backward.
-        loses = facts.layout in (1, 2, "bf16") or facts.offload or (facts.stage == 0 and facts.world_size > 1)
-        where = "optimizer.step() was called without engine.step()"
-        remedy = "call engine.step() instead of optimizer.step(); in Fabric that is\n      model._forward_module.step()"
-        if steps > 1 and loses:
-            yield from self._report(
-                "bypassed_engine_step",
-                "error",
-                expected="engine.step() after each micro-batch: it alone counts them",
-                seen=f"{where} at gradient_accumulation_steps = {steps}",
-                effect="no backward ever counts as a boundary, so nothing is reduced for this step: KeyError: 0, or a "
-                "silently wrong update",
-                cause="Fabric's optimizer.step() never reaches the engine, whose micro_steps then stay at 0",
-                remedy=f"{remedy}\n    or set gradient_accumulation_steps to 1 in the DeepSpeed configuration",
-            )
-        else:
-            yield from self._report(
-                "bypassed_engine_step",
-                "warning",
-                expected="engine.step(), which steps the optimizer and counts",
-                seen=where,
-                effect="this update is right, but engine.global_steps stays where it is: a scheduler in the DeepSpeed "
-                "configuration never moves, and every checkpoint without a tag is called global_step0",
-                cause="Fabric's optimizer.step() calls the ZeRO optimizer, never the engine",
-                remedy=f"{remedy}\n    or leave it, if you have no such scheduler and name your checkpoints",
-            )
-
-    def _report(self, kind: str, severity: Severity, **text: Any) -> Iterable[Outcome]:
-        """Once a kind: it is the loop's shape, the same at every step."""
-        if kind not in self.reported:
-            self.reported.add(kind)
-            yield self.finding(kind, severity, **text)
+        yield from self._findings([Seen("double_division", "warning", {"by": divided.by, "n": n, "m": m, "nm": n * m})])
 
     def _step_end(self, event: ev.StepEnd) -> Iterable[Outcome]:
         self.step = event.step
-        return ()
+        yield from self._watch(event)
+
+    # -- ranks ---------------------------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> int:
+        return self.ranks.fingerprint()
+
+    def differs(self, words: Mapping[int, int]) -> Iterable[Finding]:
+        yield from self._findings(self.ranks.differs(words))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -65,6 +65,10 @@ class Guard:
     """
 
     name: ClassVar[str]
+    on_request: ClassVar[bool] = False
+    """Whether it is left out of the automatic choice, and runs only where the configuration lists it."""
+    evaluates: ClassVar[bool] = False
+    """Whether it has something to do on an engine without an optimizer, which only evaluates."""
     Config: ClassVar[type[GuardModel]]
 
     def __init__(self, config: Any, engine: Engine) -> None:
@@ -73,6 +77,8 @@ class Guard:
         self.rank = engine.facts.rank
         self.step = 0
         self.checks = 0
+        #: something to say in the summary
+        self.note = ""
 
     @classmethod
     def choose(cls, facts: EngineFacts, config: Any) -> Choice:
@@ -82,6 +88,15 @@ class Guard:
     def handlers(self) -> dict[type[Event], Handler]:
         """Which events this guard wants, and what handles each."""
         raise NotImplementedError
+
+    def fingerprint(self) -> int:
+        """What this rank did in the window that was stepped last, as a number of at most 62 bits, once; 0 for nothing
+        to compare. Asked at the end of a step, where ranks agree on stopping."""
+        return 0
+
+    def differs(self, words: Mapping[int, int]) -> Iterable[Finding]:
+        """Judge the fingerprints of the data-parallel ranks, by global rank, the same on each of them."""
+        return ()
 
     def finding(
         self,

@@ -53,6 +53,7 @@ class ParamStatusGuard(Guard):
     """
 
     name = "param_status"
+    evaluates = True
     Config = ParamStatusConfig
 
     def __init__(self, config: ParamStatusConfig, engine: Any) -> None:

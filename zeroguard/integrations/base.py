@@ -9,6 +9,7 @@ from typing import Any
 from zeroguard.attach import engine_of, guard
 from zeroguard.config import GuardConfig
 from zeroguard.errors import EngineNotFoundError
+from zeroguard.report.gradients import known_per
 from zeroguard.session import Session
 from zeroguard.settings import known, resolve
 
@@ -29,6 +30,8 @@ class Keeper:
         config: as for :func:`zeroguard.guard`.
         sinks: as for :func:`zeroguard.guard`.
         grad_norm: whether :meth:`metrics` holds ``zeroguard/grad_norm``.
+        grad_norms: ``total``, ``parameter`` or ``module``: :meth:`metrics` holds the norms that
+            :meth:`zeroguard.Session.watch_norms` reads before each step, as ``zeroguard/grad_norm/<name>``.
         overrides: fields of :class:`zeroguard.GuardConfig`.
 
     Raises:
@@ -41,6 +44,7 @@ class Keeper:
         *,
         sinks: Sequence[object] = (),
         grad_norm: bool = False,
+        grad_norms: str | None = None,
         **overrides: Any,
     ) -> None:
         resolve(config, **known(overrides))
@@ -48,6 +52,7 @@ class Keeper:
         self.overrides = overrides
         self.sinks = tuple(sinks)
         self.grad_norm = grad_norm
+        self.grad_norms: Any = grad_norms and known_per(grad_norms)
         self.session: Session | None = None
         self._engine: Any = None
         self._counted: Session | None = None  # closed, and part of _earlier
@@ -67,6 +72,8 @@ class Keeper:
         self.close()
         self.session = guard(engine, self.config, sinks=self.sinks, **self.overrides)
         self._engine = engine
+        if self.grad_norms:
+            self.session.watch_norms(self.grad_norms)
         return self.session
 
     def try_open(self, candidate: Any) -> Session | None:
@@ -103,7 +110,8 @@ class Keeper:
 
         ``zeroguard/findings`` and ``zeroguard/repairs`` are counts, ``zeroguard/host_wait_ms`` milliseconds spent
         waiting for offloaded gradients, ``zeroguard/grad_norm`` the last step's norm over all gradients before clipping
-        (only when asked for, and only where DeepSpeed computed one).
+        (only when asked for, and only where DeepSpeed computed one), ``zeroguard/grad_norm/<name>`` the newest norms by
+        ``grad_norms`` (``total``, or a parameter's or module's name; ``(root)`` for the model itself).
         """
         totals = self._totals()
         out = {
@@ -115,6 +123,9 @@ class Keeper:
             norm = self.session.grad_norm()
             if norm is not None:
                 out["zeroguard/grad_norm"] = norm
+        if self.grad_norms and self.session is not None:
+            norms = self.session.last_grad_norms.items()
+            out.update({f"zeroguard/grad_norm/{name or '(root)'}": norm for name, norm in norms})
         return out
 
     def state_dict(self) -> dict[str, Any]:

@@ -241,6 +241,12 @@ class ZeroGuardCallback(_Callback):
         if trainer.accumulate_grad_batches > 1:
             session.emit(ev.LossDivided("Lightning", trainer.accumulate_grad_batches))
 
+    def on_train_epoch_end(self, trainer: Any = None, *_: Any, **__: Any) -> None:
+        """A window of micro-batches that the epoch cut short goes on in the next one."""
+        session = self._keepers[0].session
+        if session is not None and _is_trainer(trainer):
+            session.emit(ev.EpochEnd())
+
     def on_train_batch_end(self, trainer: Any = None, pl_module: Any = None, *_: Any, **__: Any) -> None:
         """Log when the trainer is about to write, so that what it writes is fresh, and whenever there is a finding
         more, for the progress bar."""

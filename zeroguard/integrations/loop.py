@@ -134,7 +134,8 @@ class LoopCallback:
         on_before_optimizer_step(); engine.step(); on_step_end()
 
     Not driven with ``wrap=False``, as no call announces them: checks before a checkpoint, transparent waits of
-    ``host_read`` (call :meth:`on_before_host_read`), and of ``accumulation`` what concerns a trainer.
+    ``host_read`` (call :meth:`on_before_host_read`), and of ``accumulation`` what concerns a
+    trainer, clips, and the order of gradients on several ranks.
 
     Args:
         engine, config, sinks: as for :func:`zeroguard.guard`.
@@ -198,9 +199,10 @@ class LoopCallback:
         return self.session.host_read(*tensors)
 
     def on_before_optimizer_step(self) -> None:
-        """LOCAL. Right before each ``engine.step()``, at a boundary or not."""
+        """LOCAL, but COLLECTIVE with :meth:`zeroguard.Session.watch_norms` and ``wrap=False``. Right before each
+        ``engine.step()``, at a boundary or not."""
         if self._called("on_before_optimizer_step"):
-            self._told.before_step()
+            self._told.before_step_call()
 
     def on_step_end(self) -> None:
         """COLLECTIVE with ``agree``, ``on_violation: raise`` and ``wrap=False``, else LOCAL. After ``engine.step()``.

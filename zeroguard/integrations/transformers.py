@@ -158,6 +158,10 @@ class ZeroGuardTrainerCallback(TrainerCallback, ExportableState):  # type: ignor
         """The Trainer has counted a step."""
         self._emit(BatchEnd())
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Accelerate closes the window with the last batch; where it did not, it goes on in the next epoch."""
+        self._emit(ev.EpochEnd())
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the counters to the row of a training step, and to that of the whole training."""
         if self.session is None or logs is None or not ("loss" in logs or "train_loss" in logs):

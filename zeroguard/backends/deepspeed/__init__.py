@@ -12,6 +12,7 @@ from typing import Any
 from zeroguard.backends.base import EngineFacts
 from zeroguard.backends.deepspeed.adapter import DeepSpeedBackend
 from zeroguard.backends.deepspeed.attributes import TABLE, VERIFIED, missing
+from zeroguard.backends.deepspeed.rhythm import loss_scale, unasked_clipping
 
 __all__ = [
     "TABLE",
@@ -98,6 +99,9 @@ def facts_of(engine: Any) -> EngineFacts:
         torch_version=torch.__version__,
         output_hooks=hasattr(engine, "_backward_prologue_per_tensor"),
         own_copy_events=hasattr(optimizer, "_pending_offload_events"),
+        trains=callable(getattr(optimizer, "step", None)),
+        loss_scale=loss_scale(engine),
+        unasked_clipping=unasked_clipping(engine, config_of(engine)),
     )
 
 

@@ -11,6 +11,7 @@ from zeroguard import events as ev
 from zeroguard.backends.base import BackwardState, Done, ParamStatus
 from zeroguard.backends.deepspeed.announced import Announced
 from zeroguard.backends.deepspeed.asides import Asides
+from zeroguard.backends.deepspeed.audited import Audited
 from zeroguard.backends.deepspeed.bf16 import Bf16Accumulators
 from zeroguard.backends.deepspeed.copies import WaitingDict, WaitingList
 from zeroguard.backends.deepspeed.older import drops_micro_batches, keep_micro_batches
@@ -26,7 +27,7 @@ GRADIENT_EVENTS = frozenset(
 )
 
 
-class DeepSpeedBackend(Announced, Asides):
+class DeepSpeedBackend(Announced, Asides, Audited):
     """Implements :class:`zeroguard.backends.base.Engine` for a ``deepspeed.DeepSpeedEngine``, stages 0 to 3."""
 
     # -- attach and detach -------------------------------------------------------------------------------------------
@@ -43,7 +44,10 @@ class DeepSpeedBackend(Announced, Asides):
         """Wrap what gives these events. ``repairing`` are the guards that may change what DeepSpeed does."""
         self.emit = emit
         self.repairing = frozenset(repairing)
+        self._note_frozen()
         wanted = frozenset(events)
+        self.sees_backwards = bool(wanted & GRADIENT_EVENTS)
+        self.sees_copies = "host_read" in guards
         if "accumulator_reset" in guards:
             self.accumulators = self._accumulators()
         method = self.patches.method
@@ -51,7 +55,8 @@ class DeepSpeedBackend(Announced, Asides):
         method(engine, "forward", self._wrap_forward)
         method(engine, "backward", self._wrap_backward)
         method(engine, "step", self._wrap_engine_step)
-        method(optimizer, "step", self._wrap_optimizer_step)
+        if self.facts.trains:
+            method(optimizer, "step", self._wrap_optimizer_step)
         if wanted & GRADIENT_EVENTS:
             self._attach_gradients()
         offloaded = self.facts.layout in (1, 2) and self.facts.offload
@@ -64,6 +69,9 @@ class DeepSpeedBackend(Announced, Asides):
                 method(optimizer, "zero_grad", self._wrap_zero_grad("optimizer"))
         if "host_read" in guards:
             self._attach_copies(transparent_reads)
+        if ev.GradientClip in wanted:
+            method(engine, "parameters", self._wrap_parameters)
+            method(engine.module, "parameters", self._wrap_parameters)
         if ev.ModeChange in wanted:
             method(engine.module, "train", self._wrap_train)
         if ev.GradientRead in wanted:
@@ -75,6 +83,7 @@ class DeepSpeedBackend(Announced, Asides):
         """Instead of :meth:`attach`: wrap nothing; the loop tells where it is."""
         if "accumulator_reset" in guards:
             self.accumulators = self._accumulators()
+        self._note_frozen()
         self.attach_announced(emit, repairing=repairing)
 
     def _attach_gradients(self) -> None:
@@ -160,6 +169,14 @@ class DeepSpeedBackend(Announced, Asides):
         norm = self.engine.get_global_grad_norm()
         return None if norm is None else float(norm)
 
+    def grad_norms(self) -> dict[str, float]:
+        with torch.no_grad():
+            return self.reading.norms()
+
+    def gradients(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
+        with torch.no_grad():
+            return self.reading.gradients(names)
+
     # -- repairs -----------------------------------------------------------------------------------------------------
 
     def rearm_backward(self) -> Sequence[Done]:
@@ -202,6 +219,7 @@ class DeepSpeedBackend(Announced, Asides):
             done = self.accumulators.clear()
         self.tracker.reset_window()
         self.tracker.unfinished = False
+        self.order = 0
         return done
 
     def drop_idle(self) -> Sequence[Done]:
@@ -209,6 +227,7 @@ class DeepSpeedBackend(Announced, Asides):
             return self.accumulators.drop_idle()
 
     def shelve_idle(self) -> Sequence[Done]:
+        self.shelves_idle = True
         with torch.no_grad():
             return self.accumulators.shelve_idle()
 

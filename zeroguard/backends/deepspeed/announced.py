@@ -56,7 +56,9 @@ class Announced(Course):
         """Hook PyTorch, not DeepSpeed."""
         self.emit = emit
         self.repairing = frozenset(repairing)
+        self.wraps_nothing = True
         self.copies.unseen = not self.facts.own_copy_events
+        self.sees_backwards = True
         self._steps_seen = self.engine.global_steps
         hook = self.patches.hook
         module = self.engine.module
@@ -185,17 +187,21 @@ class Announced(Course):
     def zero_grad_called(self) -> None:
         """The user has called zero_grad, on the engine, its optimizer or its module."""
         tracker = self.tracker
+        self.cleared = True
         if tracker.running is None and (tracker.in_window or tracker.unfinished):
             self._waiting = frozenset()
             self.emit(ev.ZeroGrad("engine", tracker.in_window))
 
-    def before_step(self) -> None:
+    def before_step_call(self) -> None:
         """engine.step() comes next. It steps the optimizer at a boundary only."""
         managed = getattr(self.engine, "managed_gradient_accumulation", lambda: True)
         self._at_boundary = not managed() or self._boundary()
         if self._at_boundary:
             self.accumulators.consumed()
-            self.emit(ev.StepBegin(self.steps, self.tracker.in_window))
+            self.emit(ev.StepBegin(self.steps, self.tracker.in_window, cleared=self.cleared))
+            self.before_step()  # DeepSpeed has not begun, so nothing but the boundary backward makes gradients ready
+        else:
+            self.emit(ev.MicroBatchEnd(self._open_window(1)))
 
     def after_step_call(self) -> None:
         """engine.step() returned."""
@@ -206,6 +212,7 @@ class Announced(Course):
         applied = not bool(getattr(self.optimizer, "overflow", False))
         self.accumulators.reset_window()
         tracker.reset_window()
+        self.cleared = False
         self.steps += 1
         tracker.steps += 1
         self.emit(ev.StepEnd(self.steps, applied, tracker.pending_forward))

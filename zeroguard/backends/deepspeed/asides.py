@@ -19,6 +19,7 @@ class Asides(BackendState):
             def zero_grad(*args: Any, **kwargs: Any) -> Any:
                 out = original(*args, **kwargs)
                 tracker = self.tracker
+                self.cleared = self.cleared or not self.step_depth  # DeepSpeed clears after its own steps
                 if not self.in_step and tracker.running is None and (tracker.in_window or tracker.unfinished):
                     self.emit(ev.ZeroGrad(by, tracker.in_window))  # type: ignore[arg-type]
                 return out

@@ -19,6 +19,8 @@ VERIFIED = ("0.16.9", "0.17.6", "0.18.5", "0.19.2", "0.19.8")
 
 ALL = frozenset({"host_read", "accumulation", "retained_graph", "accumulator_reset", "param_status"})
 GRADIENT = frozenset({"accumulation", "retained_graph", "accumulator_reset"})
+#: Not a guard: session.grad_norms() and session.gradients().
+READ = "reading"
 #: Those that change what DeepSpeed does with gradients.
 REPAIRING = frozenset({"retained_graph", "accumulator_reset"})
 
@@ -116,6 +118,7 @@ TABLE: tuple[Attribute, ...] = (
     _a("engine", "is_gradient_accumulation_boundary", GRADIENT, _B, "boundary backwards cannot be told apart"),
     _a("engine", "save_checkpoint", {"param_status"}, (3,), "no check before a checkpoint"),
     _a("engine", "get_global_grad_norm", (), (0, *_B), "no gradient norm for the trainer's logger"),
+    _a("engine", "device", {READ}, (0, *_B), "it is not known where gradients are wanted"),
     # -- the ZeRO optimizer --------------------------------------------------------------------------------------
     _a("optimizer", "step", ALL, (0, *_B), "no optimizer step is seen"),
     _a("optimizer", "zero_grad", {"accumulator_reset"}, _B, "optimizer.zero_grad leaves the accumulators as they are"),
@@ -139,17 +142,21 @@ TABLE: tuple[Attribute, ...] = (
     _a(
         "engine", "enable_backward_allreduce", {"retained_graph"}, (1, 2), "backwards without parameter gradients crash"
     ),
-    _a("optimizer", "bit16_groups", REPAIRING, (1, 2), "parameters cannot be listed"),
-    _a("optimizer", "params_in_partition", {"accumulator_reset"}, (1, 2), "this rank's parameters are not known"),
-    _a("optimizer", "get_param_id", {"accumulator_reset"}, (1, 2), "parameters cannot be told apart"),
+    _a("optimizer", "bit16_groups", {*REPAIRING, READ}, (1, 2), "parameters cannot be listed"),
+    _a("optimizer", "params_in_partition", {"accumulator_reset", READ}, (1, 2), "this rank's parameters are not known"),
+    _a("optimizer", "get_param_id", {"accumulator_reset", READ}, (1, 2), "parameters cannot be told apart"),
+    _a("optimizer", "grad_start_offset", {READ}, (1, 2), "a parameter's piece is not known"),
+    _a("optimizer", "grad_partition_insertion_offset", {READ}, (1, 2), "a parameter's slice is not known"),
+    _a("optimizer", "partition_size", {READ}, (1, 2), "a parameter's slice is not known"),
+    _a("optimizer", "real_dp_process_group", {READ}, (1, 2, "bf16"), "it is not known which ranks share a partition"),
     _a(
         "optimizer",
         "single_partition_of_fp32_groups",
-        {"accumulator_reset", "host_read"},
+        {"accumulator_reset", "host_read", READ},
         (1, 2),
         "the gradient that the optimizer consumes is not seen",
     ),
-    _a("optimizer", "averaged_gradients", {"accumulator_reset"}, (1, 2), "boundary gradients cannot be added up"),
+    _a("optimizer", "averaged_gradients", {"accumulator_reset", READ}, (1, 2), "boundary gradients cannot be added up"),
     _a("optimizer", "_release_ipg_buffers", {"accumulator_reset"}, (1, 2), "half-reduced gradients stay behind"),
     _a(
         "optimizer",
@@ -167,7 +174,12 @@ TABLE: tuple[Attribute, ...] = (
         offload=True,
     ),
     _a(
-        "optimizer", "grad_position", {"accumulator_reset"}, (1, 2, 3), "a parameter's slice is not known", offload=True
+        "optimizer",
+        "grad_position",
+        {"accumulator_reset", READ},
+        (1, 2, 3),
+        "a parameter's slice is not known",
+        offload=True,
     ),
     _a("optimizer", "norm_for_param_grads", {"accumulator_reset"}, _Z, "the gradient norm is wrong", offload=True),
     _a("optimizer", "local_overflow", {"accumulator_reset"}, (1, 2), "an overflow outlives zero_grad", offload=True),
@@ -191,19 +203,20 @@ TABLE: tuple[Attribute, ...] = (
         offload=True,
     ),
     # BF16_Optimizer
-    _a("optimizer", "bf16_groups", {"accumulator_reset"}, ("bf16",), "parameters cannot be listed"),
-    _a("optimizer", "fp32_groups_has_gradients", {"accumulator_reset"}, ("bf16",), "idle parameters are not known"),
+    _a("optimizer", "bf16_groups", {"accumulator_reset", READ}, ("bf16",), "parameters cannot be listed"),
+    _a("optimizer", "fp32_groups_has_gradients", {"accumulator_reset", READ}, ("bf16",), "idle ones are not known"),
+    _a("optimizer", "fp32_groups_gradient_flat_partition", {READ}, ("bf16",), "the fp32 gradients are not seen"),
     _a("optimizer", "clear_lp_grads", {"accumulator_reset"}, ("bf16",), "bf16 gradients stay behind"),
     _a("optimizer", "clear_hp_grads", {"accumulator_reset"}, ("bf16",), "fp32 gradients stay behind"),
     _a("optimizer", "fp32_groups_flat_partition", {"accumulator_reset"}, ("bf16",), "master weights are not seen"),
     # stage 3
-    _a("optimizer", "fp16_groups", {"accumulator_reset", "param_status"}, (3,), "parameters cannot be listed"),
-    _a("optimizer", _S3, {"accumulator_reset"}, (3,), "the gradient partitions are not seen"),
+    _a("optimizer", "fp16_groups", {"accumulator_reset", "param_status", READ}, (3,), "parameters cannot be listed"),
+    _a("optimizer", _S3, {"accumulator_reset", READ}, (3,), "the gradient partitions are not seen"),
     _a("optimizer", "grad_partitions_flat_buffer", {"accumulator_reset"}, (3,), "the gradient partitions are not seen"),
     _a(
         "optimizer",
         "fp32_partitioned_groups_flat",
-        {"accumulator_reset"},
+        {"accumulator_reset", READ},
         (3,),
         "the gradient that the optimizer consumes is not seen",
     ),
@@ -228,6 +241,11 @@ TABLE: tuple[Attribute, ...] = (
     _a("param", "ds_active_sub_modules", {"param_status"}, (3,), "claims of submodules are not seen"),
     _a("param", "ds_persist", {"param_status"}, (3,), "persistent parameters cannot be told apart"),
     _a("param", "ds_tensor", {"accumulator_reset"}, (3,), "a parameter's partition is not seen"),
+    _a("param", "ds_id", {READ}, (3,), "a parameter's gradient partition is not found"),
+    _a("param", "ds_numel", {READ}, (3,), "a parameter's size is not known"),
+    _a("param", "ds_shape", {READ}, (3,), "a parameter's shape is not known"),
+    _a("param", "ds_process_group", {READ}, (3,), "it is not known which ranks share a parameter"),
+    _a("param", "partition_numel", {READ}, (3,), "the size of a partition is not known"),
 )
 
 
@@ -242,9 +260,13 @@ def _owner(name: str, engine: Any) -> Any:
 
 
 def missing(engine: Any, guard: str, *, layout: int | str, version: str, offload: bool) -> list[Attribute]:
-    """LOCAL. The attributes that ``guard`` needs on this engine and that are not there."""
+    """LOCAL. The attributes that ``guard`` needs on this engine and that are not there. An engine that only evaluates
+    has no optimizer, and is not asked for its parts."""
+    trains = callable(getattr(engine.optimizer, "step", None))
     return [
         item
         for item in TABLE
-        if item.wanted(guard, layout, version, offload) and not hasattr(_owner(item.owner, engine), item.name)
+        if (trains or item.owner != "optimizer")
+        and item.wanted(guard, layout, version, offload)
+        and not hasattr(_owner(item.owner, engine), item.name)
     ]

@@ -44,6 +44,7 @@ class Backward:
     task: int | None
     boundary: bool
     prologue_done: bool = False
+    reduces: bool = True  # False: no parameter received a gradient
     forwards: set[int] = field(default_factory=set)
 
 
@@ -56,6 +57,7 @@ class BackwardTracker:
         steps: optimizer steps in this session.
         in_window: backwards since the last optimizer step or zero_grad.
         boundary_in_window: whether one of them ran at an accumulation boundary.
+        at_boundary: whether the latest of them did, and ended: the gradients wait for the step.
         unfinished: a backward began and never reached its epilogue.
     """
 
@@ -74,6 +76,7 @@ class BackwardTracker:
         self.in_window = 0
         self.steps = 0
         self.boundary_in_window = False
+        self.at_boundary = False
         self.unfinished = False
         self.pending_forward = False
 
@@ -139,18 +142,22 @@ class BackwardTracker:
         self.since_reset += 1
         self.in_window += 1
         self.boundary_in_window = self.boundary_in_window or running.boundary
+        if running.reduces:
+            self.at_boundary = running.boundary
 
     def abort(self) -> None:
         """The running backward ended without its epilogue."""
         if self.running is not None:
             self.running = None
             self.unfinished = True
+            self.at_boundary = False
             self.since_reset += 1
 
     def reset_window(self) -> None:
         """An optimizer step or zero_grad."""
         self.in_window = 0
         self.boundary_in_window = False
+        self.at_boundary = False
 
     # -- state and repairs -------------------------------------------------------------------------------------------
 

@@ -14,12 +14,12 @@ import torch
 
 from zeroguard import events as ev
 from zeroguard.backends.deepspeed.backward import Forward
-from zeroguard.backends.deepspeed.state import BackendState
+from zeroguard.backends.deepspeed.rhythm import Rhythm
 
 __all__ = ["Course"]
 
 
-class Course(BackendState):
+class Course(Rhythm):
     """Wrappers of forward, backward and step."""
 
     def _wrap_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,6 +80,9 @@ class Course(BackendState):
 
     def _wrap_engine_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
+            # Stage 0: engine.step() clips .grad before it calls the optimizer.
+            if self.facts.layout == 0 and not self.step_depth and self.tracker.at_boundary:
+                self._before_step()
             self.step_depth += 1
             try:
                 out = original(*args, **kwargs)
@@ -89,6 +92,8 @@ class Course(BackendState):
                 # Once an optimizer step, not once a micro-batch; and after DeepSpeed's own bookkeeping.
                 self.stepped = False
                 self.after_step()
+            elif not self.step_depth:
+                self.emit(ev.MicroBatchEnd(self._open_window()))
             return out
 
         return step
@@ -100,7 +105,9 @@ class Course(BackendState):
                 self._abort(None)
             self.accumulators.consumed()
             by = "engine.step" if self.step_depth else "optimizer.step"
-            self.emit(ev.StepBegin(self.steps, tracker.in_window, by))  # type: ignore[arg-type]
+            self.emit(ev.StepBegin(self.steps, tracker.in_window, by, self.cleared))  # type: ignore[arg-type]
+            if self.facts.layout != 0 or not self.facts.managed_accumulation:
+                self._before_step()
             self.in_step = True
             # The step reads what it has waited for itself, or what the guard has just waited for.
             self.copies.hot += 1
@@ -115,6 +122,7 @@ class Course(BackendState):
             applied = not bool(getattr(self.optimizer, "overflow", False))
             self.accumulators.reset_window()
             tracker.reset_window()
+            self.cleared, self.order = False, 0
             self.steps += 1
             tracker.steps += 1
             self.emit(ev.StepEnd(self.steps, applied, tracker.pending_forward))
@@ -125,6 +133,13 @@ class Course(BackendState):
 
         return step
 
+    def _before_step(self) -> None:
+        self.step_begins = True
+        try:
+            self.before_step()
+        finally:
+            self.step_begins = False
+
     def _raised(self, phase: ev.Phase, error: BaseException) -> None:
         self.emit(ev.Raised(phase, f"{type(error).__name__}: {error}"))
 
@@ -134,6 +149,14 @@ class Course(BackendState):
         if getattr(self.engine, "inside_no_sync_ctxt", False):
             return False
         return bool(self.engine.is_gradient_accumulation_boundary())
+
+    def _open_window(self, more: int = 0) -> int:
+        """Micro-batches that engine.step() has counted in a window that is not complete, and ``more``; 0 where the loop
+        itself sets the boundary."""
+        set_by_loop = getattr(self.engine, "_is_gradient_accumulation_boundary", None) is not None
+        if set_by_loop or not self.facts.managed_accumulation:
+            return 0
+        return (int(self.engine.micro_steps) + more) % self.facts.accumulation_steps
 
     def _begin(self, by: str, task: int | None, divisor: int) -> None:
         tracker = self.tracker
@@ -221,8 +244,10 @@ class Course(BackendState):
             if self._nothing_to_reduce():
                 # torch.autograd.grad with respect to an input: no parameter received a gradient, and DeepSpeed's
                 # reduction would read a bucket that was never set up.
-                running.boundary = False
+                running.boundary = running.reduces = False
                 out = self._without_reduction(original, *args, **kwargs)
+                with torch.no_grad():
+                    self.accumulators.put_back()
             else:
                 self.emit(ev.BackwardReduce(running.number, running.boundary))
                 out = original(*args, **kwargs)
@@ -264,12 +289,12 @@ class Course(BackendState):
             return
         self.tracker.abort()
         text = "it never reached its epilogue" if error is None else f"{type(error).__name__}: {error}"
-        self.emit(ev.BackwardAborted(running.number, text))
+        self.emit(ev.BackwardAborted(running.number, text, error is not None))
         if error is not None:
             self._raised(ev.Phase.BACKWARD, error)
 
     def _wrap_reduce(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        enter = self.accumulators.enter
+        enter = self._ordering(self.accumulators.enter)
 
         def reduce(param: Any, *args: Any) -> Any:
             enter(param)

@@ -92,7 +92,8 @@ class ParamWatch:
                 claimed.append(name)
                 if param.ds_status is self.available:
                     held.append(param)
-        coordinator = self.optimizer.parameter_offload.get_param_coordinator()
+        # An engine without an optimizer has the offload itself in its place.
+        coordinator = getattr(self.optimizer, "parameter_offload", self.optimizer).get_param_coordinator()
         release = getattr(coordinator, _RELEASE, None)
         for param in held:
             if param.ds_status is self.available and not param.ds_persist:

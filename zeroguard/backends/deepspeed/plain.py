@@ -21,6 +21,9 @@ class Accumulators:
     parameters of which this rank consumes a slice.
     """
 
+    #: attached in the middle of a window: what it reached before is not known
+    unknown = False
+
     def __init__(self, engine: Any, names: dict[int, str]) -> None:
         self.engine = engine
         self.optimizer = engine.optimizer
@@ -69,6 +72,10 @@ class Accumulators:
     def carry(self) -> list[Done]:
         """See :meth:`zeroguard.backends.base.Engine.carry`."""
         return []
+
+    def put_back(self) -> None:
+        """The backward that :meth:`carry` made room for has reduced nothing: what was set aside is the gradient
+        again."""
 
     def flush_pending(self, boundary: bool) -> list[Done]:
         """See :meth:`zeroguard.backends.base.Engine.flush_pending`."""

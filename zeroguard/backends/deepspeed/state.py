@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from zeroguard import events as ev
@@ -11,6 +11,7 @@ from zeroguard.backends.deepspeed.backward import BackwardTracker, Forward
 from zeroguard.backends.deepspeed.copies import HostCopies
 from zeroguard.backends.deepspeed.params import ParamWatch
 from zeroguard.backends.deepspeed.plain import Accumulators
+from zeroguard.backends.deepspeed.reading import GradientReader
 from zeroguard.backends.deepspeed.wrapping import Patches
 
 __all__ = ["BackendState", "Emit", "Make"]
@@ -50,13 +51,31 @@ class BackendState:
         self.step_depth = 0
         self.stepped = False
         self._divide_once = False
+        #: the loop announces itself (LoopCallback, wrap=False)
+        self.wraps_nothing = False
+        #: attached after some of a window's micro-batches
+        self.joined_in_window = facts.managed_accumulation and (
+            int(getattr(engine, "micro_steps", 0)) % facts.accumulation_steps != 0
+        )
         self.repairing: frozenset[str] = frozenset()
+        self.actions: Mapping[str, str] = {}
+        #: zero_grad was called since the last step; the order of gradients since then; idle parameters are put back
+        self.cleared = False
+        self.order = 0
+        self.shelves_idle = False
         self.after_step: Callable[[], None] = lambda: None
+        #: called on every rank while the gradients of a window wait for its step; ``step_begins`` is true while it runs
+        self.before_step: Callable[[], None] = lambda: None
+        self.step_begins = False
+        #: whether every backward is seen, with the parameters that it reaches, and every copy to the host
+        self.sees_backwards = False
+        self.sees_copies = False
         self.groups = _groups(engine)
         self.tracker = BackwardTracker(engine, facts.stage)
         self.copies = HostCopies(self.optimizer, accelerator, own_events=facts.own_copy_events)
         self.params = ParamWatch(engine) if facts.stage == 3 else None
         self.accumulators = Accumulators(engine, self.names)
+        self.reading = GradientReader(self)
 
     @property
     def busy(self) -> bool:

@@ -166,6 +166,14 @@ class Zero12Accumulators(Accumulators):
             self.held.clear()
         return []
 
+    def put_back(self) -> None:
+        for group in list(self.carried):
+            earlier = self.carried.pop(group)
+            if self.offload:
+                self.masters[group].grad.add_(earlier)
+            else:
+                self.optimizer.averaged_gradients[group] = earlier
+
     def flush_pending(self, boundary: bool) -> list[Done]:
         opt = self.optimizer
         if self.replaces and not self.offload:
