@@ -44,7 +44,7 @@ def test_errors_name_the_thing_and_the_way_out(lab: Lab) -> None:
     assert missing.endswith("| accumulator_reset | ('optimizer.params_in_partition',)")
     assert "accumulator_reset" in answer["warned"][0]
     assert "on_unavailable" not in answer["warned"][0]
-    assert answer["selected"] == ["retained_graph"]
+    assert answer["selected"] == ["retained_graph", "accumulation"]
     assert answer["verdicts"]["accumulator_reset"] == "unavailable"
     assert "+ retained_graph: ZeRO-1" in answer["selection"]
     assert "- host_read: " in answer["selection"]
