@@ -233,7 +233,7 @@ class GradientAuditGuard(Guard):
                 "the forward uses other weights than the optimizer trains; a resume uses yet others",
                 "the weights were edited, under GatheredParameters without modifier_rank or in place, and the master "
                 "weights were not; or this rank missed an update",
-                "edit weights with deepspeed.utils.safe_set_full_fp32_param, or under "
+                "edit both: the master weights with deepspeed.utils.safe_set_full_fp32_param, and the copies under "
                 "GatheredParameters(params, modifier_rank=0)",
             ),
         }
