@@ -23,7 +23,8 @@ def passed(answers: list[dict[str, Any]]) -> None:
     for answer in answers:
         # The guard accumulation has its own word on zero_grad in every micro-batch.
         assert [f for f in answer["findings"] if f["guard"] == "gradient_audit"] == [], answer["texts"]
-        assert answer["verdicts"]["gradient_audit"] == "passed", answer["summary"]
+        clips = "at stage 0 DeepSpeed clips" in answer["summary"]
+        assert answer["verdicts"]["gradient_audit"] == ("never exercised" if clips else "passed"), answer["summary"]
 
 
 @pytest.mark.parametrize(("stage", "offload"), CONFIGURATIONS)
