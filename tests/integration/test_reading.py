@@ -34,16 +34,16 @@ def check(answers: list[dict[str, Any]], dtype: str = "fp32", *, findings: tuple
     assert all([w["bits"] for w in a["windows"]] == [w["bits"] for w in answers[0]["windows"]] for a in answers)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "dtype", "gas"), [(1, "fp32", 1), (2, "fp32", 1), (2, "fp32", 4), (2, "bf16", 4), (2, "fp16", 1)]
-)
-@EACH
+KINDS = [(1, "fp32", 1), (2, "fp32", 1), (2, "fp32", 4), (2, "bf16", 4), (2, "fp16", 1)]
+#: fp16 at stage 0: DeepSpeed's own loss scale is broken there; see the next test
+READS = [(*where, *kind) for where in CONFIGURATIONS for kind in KINDS if (where[0], kind[1]) != (0, "fp16")]
+
+
+@pytest.mark.parametrize(("stage", "offload", "ranks", "dtype", "gas"), READS)
 def test_reads_are_those_of_plain_pytorch(
     lab: Lab, stage: int, offload: bool, ranks: int, dtype: str, gas: int
 ) -> None:
     """Also a tied weight, a frozen layer, an idle branch, two groups of parameters, and partitions that cut them."""
-    if (stage, dtype) == (0, "fp16"):
-        pytest.skip("DeepSpeed's own loss scale is broken there: see the next test")
     by = "engine" if gas == 1 else "manual"
     answers = run(lab, ranks, "read", stage=stage, offload=offload, dtype=dtype, gas=gas, by=by)
     check(answers, dtype)
