@@ -10,7 +10,7 @@ LIGHTNING_OLD := lightning==2.4.0 pytorch_lightning==2.4.0
 HF_OLD := transformers==4.51.3 accelerate==1.6.0 tokenizers==0.21.4 huggingface_hub==0.36.0 requests==2.32.3 urllib3==2.2.3 \
   charset_normalizer==3.4.0 certifi==2025.1.31
 
-.PHONY: all install demo test releases trainers gallery lint schema bench clean
+.PHONY: all install demo test releases trainers gallery fuzz lint schema bench clean
 
 all: demo
 
@@ -55,7 +55,7 @@ trainers: .releases/lightning-old/.installed .releases/hf-old/.installed
 # faults has a command of its own: one of its programs hangs, on purpose.
 test: install releases trainers
 	$(BIN)/ruff check zeroguard tests examples
-	$(BIN)/python -m pytest -n 2 --dist loadscope --ignore=tests/faults --ignore=tests/fuzz
+	$(BIN)/python -m pytest -n 2 --dist loadscope --ignore=tests/faults
 	LAB_LIGHTNING=$(CURDIR)/.releases/lightning-old $(BIN)/python -m pytest -q -n 2 --dist loadscope \
 	  tests/integration/test_lightning.py tests/integration/test_fabric.py
 	LAB_PYTHON_PATH=$(CURDIR)/.releases/hf-old $(BIN)/python -m pytest -q -n 2 --dist loadscope \
@@ -65,6 +65,10 @@ test: install releases trainers
 gallery: install releases
 	$(BIN)/python -m pytest -q -n 2 --dist loadscope tests/faults
 	$(BIN)/python -m tests.faults.table --write
+
+# Random legal programs beside plain PyTorch, for as long as one likes; a failure prints its seed and the shrunk program.
+fuzz: install
+	FUZZ_EXAMPLES=500 $(BIN)/python -m pytest tests/fuzz -n 2 --dist loadscope
 
 lint: install
 	$(BIN)/ruff check zeroguard tests examples

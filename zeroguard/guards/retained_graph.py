@@ -45,6 +45,7 @@ class RetainedGraphGuard(Guard):
         self.window = 0
         self.by: set[str] = set()
         self.pattern = ""
+        self.vague = False  # the pattern does not name the graph yet
         self.reported = False
         self.aborted = ""
 
@@ -77,13 +78,18 @@ class RetainedGraphGuard(Guard):
             yield Request(Action.DROP_UNFINISHED)
         if event.again and self.repair:
             yield Request(Action.REARM_BACKWARD)
+        elif event.again and not self.pattern and (self.engine.facts.stage == 3 or event.by == "loss.backward"):
+            # Also over another forward's graph: DeepSpeed counts micro-steps and queues its epilogue once a forward.
+            self.pattern = f"backward {event.again + 1} since the last forward, by {event.by}"
+            self.vague = True
 
     def _reached(self, event: ev.GraphReached) -> Iterable[Outcome]:
         if not event.again:
             return
         if self.repair:
             yield Request(Action.RESTORE_COUNTERS, (event.forward,))
-        elif not self.pattern:
+        elif not self.pattern or self.vague:
+            self.vague = False
             how = " and ".join(sorted(self.by))
             self.pattern = f"backward {event.again + 1} over the graph of forward {event.forward}, by {how}"
 
@@ -152,4 +158,4 @@ class RetainedGraphGuard(Guard):
             yield Request(Action.REST_BACKWARD)
         self.window = 0
         self.by.clear()
-        self.pattern = ""
+        self.pattern, self.vague = "", False

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from zeroguard import events as ev
 from zeroguard.backends.deepspeed.state import BackendState, Make
 
@@ -19,6 +21,9 @@ class Asides(BackendState):
             def zero_grad(*args: Any, **kwargs: Any) -> Any:
                 out = original(*args, **kwargs)
                 tracker = self.tracker
+                running = tracker.running
+                if running is not None and running.by == "loss.backward" and torch._C._current_graph_task_id() < 0:
+                    self._abort(None)  # it is over, and DeepSpeed has left its epilogue out
                 self.cleared = self.cleared or not self.step_depth  # DeepSpeed clears after its own steps
                 if not self.in_step and tracker.running is None and (tracker.in_window or tracker.unfinished):
                     self.emit(ev.ZeroGrad(by, tracker.in_window))  # type: ignore[arg-type]

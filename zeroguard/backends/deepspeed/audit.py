@@ -162,9 +162,8 @@ class GradientSamples:
         self._open = False
 
     def clear(self) -> None:
-        """zero_grad: the window begins again."""
-        self.rows.clear()
-        self.spoilt = ""
+        """zero_grad: the window begins again, maybe with other parameters that are trained."""
+        self.disarm()
 
     def disarm(self) -> None:
         """The step is over: no hook stays."""

@@ -8,7 +8,6 @@ import torch
 
 from zeroguard.backends.base import Done, GradientAudit, UpdateAudit
 from zeroguard.backends.deepspeed.audit import GradientSamples, Sections
-from zeroguard.backends.deepspeed.pieces import GradientPieces
 from zeroguard.backends.deepspeed.state import BackendState
 
 __all__ = ["Audited"]
@@ -17,19 +16,11 @@ __all__ = ["Audited"]
 class Audited(BackendState):
     """Reads and requests of the guard ``gradient_audit``."""
 
-    _places: GradientPieces | None = None
     _samples: GradientSamples | None = None
-
-    @property
-    def gradient_places(self) -> GradientPieces:
-        """Where gradients wait for the step."""
-        if self._places is None:
-            self._places = GradientPieces(self)
-        return self._places
 
     def _gradient_samples(self) -> GradientSamples:
         if self._samples is None:
-            stepped = [(name, param) for param, name in self.gradient_places.stepped()]
+            stepped = [(name, param) for param, name in self.reading.stepped()]
             accumulator = getattr(self.optimizer, "gradient_accumulation_dtype", None)
             dtypes = [param.dtype for _, param in stepped]
             dtypes += [d for d in (accumulator, self.engine.communication_data_type) if isinstance(d, torch.dtype)]
@@ -68,12 +59,12 @@ class Audited(BackendState):
     # -- comparing -----------------------------------------------------------------------------------------------------
 
     def audit_gradients(self, elements: int, seed: int) -> GradientAudit:
-        reason = self.gradient_places.limits() or self._not_here()
+        reason = self.reading.limits() or self._not_here()
         if reason:
             return GradientAudit(skipped=reason)
         with torch.no_grad():
             samples = self._armed(elements, seed)
-            pieces = ((id(p.param), p.offset_in_param, p.values) for p in self.gradient_places.pieces())
+            pieces = ((id(p.param), p.offset_in_param, p.values) for p in self.reading.pieces())
             if self.facts.layout in (0, "bf16"):
                 return samples.compare(pieces)
             return samples.compare(pieces, self._masters(), self._copies())
@@ -91,7 +82,7 @@ class Audited(BackendState):
         if self._samples is None or self.facts.layout in (0, "bf16"):
             return UpdateAudit()
         with torch.no_grad():
-            factor = self._clip() / self.gradient_places.scale()
+            factor = self._clip() / self.reading.scale()
             return self._samples.moved(self._masters(), self._copies(), self._rates(), factor)
 
     def _clip(self) -> float:
@@ -105,7 +96,7 @@ class Audited(BackendState):
         groups = self.optimizer.optimizer.param_groups
         owner = self.optimizer.sub_group_to_group_id if self.facts.layout == 3 else {}
         rates: dict[int, float] = {}
-        for number, parts in enumerate(self.gradient_places._partition()):
+        for number, parts in enumerate(self.reading.partition()):
             rate = float(groups[owner.get(number, number)].get("lr", 0.0))
             rates.update((id(part.param), rate) for part in parts)
         return rates
@@ -120,7 +111,7 @@ class Audited(BackendState):
             )
         finally:
             self.copies.hot -= 1
-        partition = self.gradient_places._partition()
+        partition = self.reading.partition()
         for flat, parts in zip(flats, partition, strict=False):
             yield flat.data.view(-1), ((id(p.param), p.start, p.numel, p.dest) for p in parts)
 
@@ -128,7 +119,7 @@ class Audited(BackendState):
         """The same elements of the weights that the forward uses, by the memory that they share."""
         stage3 = self.facts.layout == 3
         shared: dict[tuple[int, torch.dtype], tuple[torch.Tensor, list[tuple[int, int, int, int]]]] = {}
-        for parts in self.gradient_places._partition():
+        for parts in self.reading.partition():
             for part in parts:
                 values = part.param.ds_tensor.data if stage3 else part.param.data
                 storage = values.untyped_storage()

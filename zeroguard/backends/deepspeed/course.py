@@ -83,6 +83,8 @@ class Course(Rhythm):
             # Stage 0: engine.step() clips .grad before it calls the optimizer.
             if self.facts.layout == 0 and not self.step_depth and self.tracker.at_boundary:
                 self._before_step()
+            if not self.facts.managed_accumulation and not self.tracker.in_window:
+                self.accumulators.finalizes()
             self.step_depth += 1
             try:
                 out = original(*args, **kwargs)

@@ -108,7 +108,7 @@ class GradientPieces:
         copies = self.state.copies
         copies.hot += 1  # what DeepSpeed's lists would wait for has just been waited for
         try:
-            for group, parts in enumerate(self._partition()):
+            for group, parts in enumerate(self.partition()):
                 for part, values in zip(parts, self._values(group, parts), strict=False):
                     if part.name and (part.param.requires_grad or not steps_frozen_with_zeros):
                         yield Piece(part.name, part.param, part.start, values)
@@ -150,7 +150,8 @@ class GradientPieces:
         flat = held.view(-1)
         return (flat.narrow(0, part.dest, part.numel) for part in parts)
 
-    def _partition(self) -> list[list[_Part]]:
+    def partition(self) -> list[list[_Part]]:
+        """Where this rank's piece of each parameter lies, by group; not at stage 0."""
         """This rank's parts, by group of the optimizer (stage 3: by sub-group)."""
         if self._parts is None:
             make = {3: self._parts3, "bf16": self._parts_bf16}.get(self.layout, self._parts12)

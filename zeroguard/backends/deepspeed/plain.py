@@ -96,6 +96,9 @@ class Accumulators:
         if self.now:
             self.closed_backward(True)
 
+    def finalizes(self) -> None:
+        """engine.step() of unmanaged accumulation begins."""
+
     def drop_idle(self) -> list[Done]:
         """See :meth:`zeroguard.backends.base.Engine.drop_idle`."""
         return []

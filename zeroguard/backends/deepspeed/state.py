@@ -77,6 +77,10 @@ class BackendState:
         self.accumulators = Accumulators(engine, self.names)
         self.reading = GradientReader(self)
 
+    def _abort(self, error: BaseException | None) -> None:
+        """The running backward ended without its epilogue. See Course."""
+        raise NotImplementedError
+
     @property
     def busy(self) -> bool:
         """Whether a forward or a backward is running."""

@@ -58,6 +58,8 @@ class Zero12Accumulators(Accumulators):
         self.zeroed: set[int] = set()
         self.carried: dict[int, Any] = {}
         self.cleared = False
+        #: a boundary backward has produced something since the last carry
+        self.produced = False
 
     # -- places ----------------------------------------------------------------------------------------------------
 
@@ -98,6 +100,7 @@ class Zero12Accumulators(Accumulators):
 
     def closed_backward(self, boundary: bool) -> None:
         mine = self.now & self.owned.keys()
+        self.produced = self.produced or boundary
         if self.offload:
             if boundary:
                 self.missed |= self.held - mine
@@ -125,11 +128,25 @@ class Zero12Accumulators(Accumulators):
         self.dirty |= self.held
         self.held.clear()
 
+    def finalizes(self) -> None:
+        """Unmanaged accumulation: engine.step() is about to hand over a window that zero_grad has emptied, and looks
+        for buckets and gradients that only a backward makes."""
+        opt = self.optimizer
+        if not self.cleared or (self.offload and self.partitions):
+            return
+        if not self.partitions:
+            opt.setup_buckets()
+            return
+        for group, params in enumerate(opt.params_in_partition):
+            if opt.all_grad_tensors.get(group) is None:
+                opt.all_grad_tensors[group] = opt.get_all_grad_tensors(params, opt.gradient_accumulation_dtype)
+
     def reset_window(self) -> None:
         super().reset_window()
         self.held.clear()
         self.missed.clear()
         self.carried.clear()
+        self.produced = False
         self.zeroed.clear()
         self.unknown = False
 
@@ -148,6 +165,9 @@ class Zero12Accumulators(Accumulators):
 
     def carry(self) -> list[Done]:
         opt = self.optimizer
+        if not self.produced:
+            return []
+        self.produced = False
         for group, master in enumerate(self.masters):
             if self._compact(group):
                 continue

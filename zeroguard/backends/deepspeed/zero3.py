@@ -44,6 +44,8 @@ class Zero3Accumulators(Accumulators):
         self.missed: set[int] = set()
         self.last: set[int] = set()
         self.zeroed: set[int] = set()
+        #: entered in this window, in a backward that added to an earlier window's gradient
+        self.mixed: set[int] = set()
 
     def _buffer(self, key: int) -> torch.Tensor:
         return self.optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[self.params[key].ds_id]
@@ -67,6 +69,8 @@ class Zero3Accumulators(Accumulators):
 
     def closed_backward(self, boundary: bool) -> None:
         now = self.now & self.params.keys()
+        if not self.first and not self.unknown:
+            self.mixed |= now & (self.dirty - self.entered)
         if self.offload:
             if boundary:
                 self.missed |= self.held - now
@@ -90,6 +94,7 @@ class Zero3Accumulators(Accumulators):
         super().reset_window()
         self.held.clear()
         self.missed.clear()
+        self.mixed.clear()
         self.zeroed.clear()
         self.unknown = False
 
@@ -100,8 +105,8 @@ class Zero3Accumulators(Accumulators):
         if self.unknown:
             return set()
         if self.offload:
-            return (self.dirty | self.dirty_fp32) - self.entered - self.now
-        return (self.dirty & self._consumed()) - self.entered - self.now
+            return (self.dirty | self.dirty_fp32) - self.entered - self.now | self.mixed
+        return (self.dirty & self._consumed()) - self.entered - self.now | self.mixed
 
     def _consumed(self) -> set[int]:
         """Without offload, DeepSpeed itself steps a parameter that was frozen in mid-run with zeros."""
