@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from zeroguard import events as ev
 from zeroguard.backends.base import GradientAudit, Mismatch, UpdateAudit
 from zeroguard.backends.deepspeed.audit import GradientSamples
+from zeroguard.backends.deepspeed.samples import Places
+from zeroguard.backends.deepspeed.sections import Members, Section, SharedMemory
 from zeroguard.session import Session
 from zeroguard.testing import Script, ScriptedEngine, assert_finding, assert_silent, facts, replay
 
@@ -122,8 +125,13 @@ def samples(params: dict[str, torch.nn.Parameter], *dtypes: torch.dtype) -> Grad
     return GradientSamples(list(params.items()), torch.device("cpu"), 1, [], dtypes or (torch.float32,))
 
 
-def gradients(params: dict[str, torch.nn.Parameter]) -> list[tuple[int, int, torch.Tensor]]:
-    return [(id(p), 0, p.grad.flatten()) for p in params.values() if p.grad is not None]
+def piece(param: Any, start: int, values: torch.Tensor) -> Section:
+    """A part of a parameter, in memory of its own."""
+    return values, Members([(id(param), start, values.numel(), 0)])
+
+
+def gradients(params: dict[str, torch.nn.Parameter]) -> list[Section]:
+    return [piece(p, 0, p.grad.flatten()) for p in params.values() if p.grad is not None]
 
 
 @pytest.fixture
@@ -157,11 +165,66 @@ def test_places_stay_inside_and_change_with_the_seed(params: dict[str, torch.nn.
     seen = set()
     for seed in range(50):
         audit.arm(64, seed)
-        for place in audit.places:
+        for place in audit.places.all:
             end = place.offset + (place.count - 1) * place.stride
             assert 0 <= place.offset <= end < place.param.numel()
             seen.add((place.name, place.offset, place.stride))
     assert len(seen) > 25
+
+
+@pytest.mark.parametrize("elements", [0, 1, 7, 64])
+def test_one_gather_reads_what_slices_would(elements: int) -> None:
+    """Pieces of many parameters in a few flat tensors, cut anywhere, with gaps, some alone in theirs."""
+    choose = random.Random(elements)
+    params = [
+        (f"p{n}", torch.nn.Parameter(torch.randn(choose.choice([1, 2, 63, 64, 65, 500, 4097])))) for n in range(40)
+    ]
+    places = Places(params, elements, choose.randrange(99), torch.device("cpu"))
+    wanted, there = places.zeros(), places.zeros(torch.bool)
+    sections: list[Section] = []
+    left = list(places.all)
+    while left:
+        taken, left = left[: (width := choose.choice([1, 1, 5, 9]))], left[width:]
+        parts, members, base = [], [], 0
+        for place in taken:
+            numel = place.param.numel()
+            begin, end = sorted((choose.randrange(numel + 1), choose.randrange(numel + 1)))
+            parts += [torch.full((3,), float("nan")), place.param.detach()[begin:end]]
+            members.append((id(place.param), begin, end - begin, base + 3))
+            base += 3 + end - begin
+            at = place.offset + place.stride * torch.arange(place.count)
+            inside = (at >= begin) & (at < end)
+            row = slice(place.start, place.start + place.count)
+            wanted[row] = torch.where(inside, place.param.detach()[at], 0.0)
+            there[row] = inside
+        sections.append((torch.cat(parts), Members(members)))
+    for _ in range(2):  # the second time by what the first one worked out
+        found = places.gather(sections)
+        assert torch.equal(found.values, wanted)
+        assert torch.equal(found.mask, there)
+        assert int(found.owned[2].sum()) == int(there.sum())
+    assert torch.equal(places.by_parameter(there.unsqueeze(0))[0].sum(), there.sum().float())
+    spread = places.spread([float(n) for n in range(40)])
+    assert all(bool((spread[p.start : p.start + p.count] == n).all()) for n, p in enumerate(places.all))
+
+
+def test_pieces_that_share_memory_are_one_section() -> None:
+    memory = SharedMemory()
+    before = None
+    for _ in range(2):  # the second time in new memory, in the same order
+        whole, alone = torch.arange(20.0), torch.arange(3.0)
+        pieces = [(1, 0, 5), (2, 4, 3), (3, 0, 3)]
+        (flat, first), (own, second) = memory.sections(pieces, [whole[2:7], whole[10:13], alone])
+        assert flat.data_ptr() == whole.data_ptr()
+        assert (first.keys, first.table.T.tolist()) == ([1, 2], [[0, 5, 2], [4, 3, 10]])
+        assert (second.keys, second.table.T.tolist()) == ([3], [[0, 3, 0]])
+        assert own.data_ptr() == alone.data_ptr()
+        assert before is None or before is first
+        before = first
+    (_, moved), *_ = memory.sections(pieces, [whole[3:8], whole[10:13], alone])
+    assert moved.table.T.tolist() == [[0, 5, 3], [4, 3, 10]]
+    [(_, skipped)] = memory.sections([(1, 2, 5), (2, 4, 3)], [whole[0:9], whole[9:16]], skip=True)
+    assert skipped.table.T.tolist() == [[2, 5, 2], [4, 3, 13]]
 
 
 def test_pieces_of_a_parameter(params: dict[str, torch.nn.Parameter]) -> None:
@@ -172,11 +235,11 @@ def test_pieces_of_a_parameter(params: dict[str, torch.nn.Parameter]) -> None:
     loss_of(params, 0).backward()
     flat = params["w"].grad.flatten()
     for cut in (0, 1, 700, 1999):
-        pieces = [(id(params["w"]), 0, flat[:cut]), (id(params["w"]), cut, flat[cut:])]
+        pieces = [piece(params["w"], 0, flat[:cut]), piece(params["w"], cut, flat[cut:])]
         assert audit.compare(pieces).mismatches == ()
         spoilt = flat.clone()
         spoilt[cut:] += 1
-        [mismatch] = audit.compare([(id(params["w"]), cut, spoilt[cut:])]).mismatches or [None]
+        [mismatch] = audit.compare([piece(params["w"], cut, spoilt[cut:])]).mismatches or [None]
         if cut < 1900:
             assert mismatch is not None
             assert mismatch.name == "w"
@@ -201,7 +264,7 @@ def test_what_is_wrong_is_told_apart(params: dict[str, torch.nn.Parameter], kind
         before = {name: None if p.grad is None else p.grad.clone() for name, p in params.items()}
         loss_of(params, number).backward()
     last = {n: p.grad - before[n] for n, p in params.items()}  # type: ignore[operator]
-    pieces = [(id(p), 0, CHANGES[kind](p.grad.flatten(), last[n].flatten())) for n, p in params.items()]
+    pieces = [piece(p, 0, CHANGES[kind](p.grad.flatten(), last[n].flatten())) for n, p in params.items()]
     result = audit.compare(pieces)
     assert {m.kind for m in result.mismatches} == {kind}
     assert all(m.error > 0.1 for m in result.mismatches)
@@ -214,10 +277,10 @@ def test_a_gradient_that_nobody_delivered_is_stale(params: dict[str, torch.nn.Pa
     audit.arm(0, 0)
     audit.began()
     (params["b"] * 2).sum().backward()
-    pieces = [*gradients(params), (id(params["w"]), 0, torch.ones(2000))]
+    pieces = [*gradients(params), piece(params["w"], 0, torch.ones(2000))]
     [mismatch] = audit.compare(pieces).mismatches
     assert (mismatch.name, mismatch.kind) == ("w", "stale")
-    assert audit.compare([*gradients(params), (id(params["w"]), 0, torch.zeros(2000))]).mismatches == ()
+    assert audit.compare([*gradients(params), piece(params["w"], 0, torch.zeros(2000))]).mismatches == ()
 
 
 def test_rounding_is_no_fault_and_more_than_rounding_is(params: dict[str, torch.nn.Parameter]) -> None:
@@ -230,8 +293,8 @@ def test_rounding_is_no_fault_and_more_than_rounding_is(params: dict[str, torch.
         params["w"].grad = None
         loss_of(params, number).backward()
         total += params["w"].grad.flatten().bfloat16()
-    assert audit.compare([(id(params["w"]), 0, total)]).mismatches == ()
-    assert audit.compare([(id(params["w"]), 0, total * 1.3)]).mismatches != ()
+    assert audit.compare([piece(params["w"], 0, total)]).mismatches == ()
+    assert audit.compare([piece(params["w"], 0, total * 1.3)]).mismatches != ()
 
 
 def test_gradients_taken_with_autograd_grad_are_not_samples(params: dict[str, torch.nn.Parameter]) -> None:
@@ -249,10 +312,11 @@ def test_a_spoilt_window_is_not_judged(params: dict[str, torch.nn.Parameter]) ->
     audit.began()
     loss_of(params, 0).backward()
     audit.spoil("because")
-    assert audit.compare([(id(params["w"]), 0, torch.ones(2000))]).skipped == "because"
+    assert audit.compare([piece(params["w"], 0, torch.ones(2000))]).skipped == "because"
     audit.clear()
+    audit.arm(0, 0)
     audit.began()
-    assert audit.compare([(id(params["w"]), 0, torch.zeros(2000))]).mismatches == ()
+    assert audit.compare([piece(params["w"], 0, torch.zeros(2000))]).mismatches == ()
 
 
 def test_no_hook_stays(params: dict[str, torch.nn.Parameter]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -85,7 +85,8 @@ class GradientAuditConfig(GuardModel):
     action: Literal["raise", "warn", "record"] = "warn"
     """What a mismatch is: an error, a warning, or a note that is only kept in ``session.findings``."""
     elements_per_parameter: Annotated[int, Field(ge=1)] | Literal["all"] = 64
-    """How many elements of each parameter are compared, at places that change from step to step; ``all`` for tests."""
+    """How many elements of each parameter are compared, at places that change from step to step; fewer where that would
+    be more than 262 144 in all. ``all`` is for tests."""
     every_n_steps: int = Field(default=10, ge=1)
     """One step out of so many is audited."""
     warmup_steps: int = Field(default=5, ge=0)
@@ -104,7 +105,8 @@ class GradientAuditGuard(Guard):
     """
 
     name = "gradient_audit"
-    on_request = True  # an audited step costs a GPU more than the two percent that a default may cost
+    collective = True
+    communicates = True
     Config = GradientAuditConfig
 
     def __init__(self, config: GradientAuditConfig, engine: Any) -> None:
@@ -113,6 +115,9 @@ class GradientAuditGuard(Guard):
         self.elements = 0 if config.elements_per_parameter == "all" else config.elements_per_parameter
         self.taken = 0
         self.sampling = False
+        #: what the last audited step did to the weights, not looked at yet
+        self.update: Callable[[], UpdateAudit] | None = None
+        self.joined = -1  # the last step in whose all-reduce this rank took part
         self.reported: set[tuple[str, tuple[str, ...]]] = set()
 
     @classmethod
@@ -137,6 +142,7 @@ class GradientAuditGuard(Guard):
         return self.taken < self.config.warmup_steps or self.taken % self.config.every_n_steps == 0
 
     def _begin(self, event: ev.BackwardBegin) -> Iterable[Outcome]:
+        yield from self._settle()
         if self._due():
             self.sampling = True
             yield Request(Action.SAMPLE_GRADIENTS, (self.elements, self.taken))
@@ -156,12 +162,15 @@ class GradientAuditGuard(Guard):
             yield Request(Action.SPOIL_SAMPLES, ("the loop has clipped the gradients",))
 
     def _zero_grad(self, event: ev.ZeroGrad) -> Iterable[Outcome]:
+        # Not the time to settle: zero_grad comes right after the step.
         if self.sampling:
             yield Request(Action.FORGET_SAMPLES)
 
     def _step_begin(self, event: ev.StepBegin) -> Iterable[Outcome]:
+        yield from self._settle()
         if not self._due():
             return
+        self.joined = self.taken
         result = self.engine.audit_gradients(self.elements, self.taken)
         if result.skipped:
             self.note = f"step {self.step} not audited: {result.skipped}"
@@ -169,6 +178,19 @@ class GradientAuditGuard(Guard):
         self.checks += 1
         yield from self._judge(result)
         yield from self._judge_update(UpdateAudit(not_cast=result.edited))
+
+    def owes(self, event: ev.Event) -> Iterable[Request]:
+        if isinstance(event, ev.StepBegin):
+            if self._due() and self.joined != self.taken:
+                self.joined = self.taken
+                self.engine.audit_gradients(self.elements, self.taken)
+        elif isinstance(event, ev.StepEnd):
+            if self.step != event.step:
+                self.step, self.taken, self.sampling = event.step, self.taken + 1, False
+            yield Request(Action.END_SAMPLES)
+        elif not isinstance(event, ev.Close):
+            # The other ranks compare with a mean that this rank's samples are part of.
+            yield Request(Action.SPOIL_SAMPLES, ("the guard broke",))
 
     def _judge(self, result: GradientAudit) -> Iterable[Outcome]:
         groups: dict[tuple[str, str], list[Mismatch]] = {}
@@ -213,8 +235,17 @@ class GradientAuditGuard(Guard):
             return
         self.sampling = False
         if event.applied:
-            yield from self._judge_update(self.engine.audit_update())
+            self.update = self.engine.audit_update()
+        if self.severity == "error":
+            yield from self._settle()  # the ranks decide now
         yield Request(Action.END_SAMPLES)
+
+    def _settle(self) -> Iterable[Outcome]:
+        """What the last audited step did to the weights. Looked at when the next forward is on its way: to wait for the
+        optimizer's step right after it would leave the accelerator without work."""
+        update, self.update = self.update, None
+        if update is not None:
+            yield from self._judge_update(update())
 
     def _judge_update(self, result: UpdateAudit) -> Iterable[Outcome]:
         kinds = {
@@ -253,5 +284,7 @@ class GradientAuditGuard(Guard):
             )
 
     def _close(self, event: ev.Close) -> Iterable[Outcome]:
+        if not event.failed:
+            yield from self._settle()
         if self.sampling:
             yield Request(Action.END_SAMPLES)

@@ -9,39 +9,22 @@ respect to a parameter passes that one, too, and accumulates nothing. (ZeRO-3 ha
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from zeroguard.backends.base import GradientAudit, Mismatch, UpdateAudit
+from zeroguard.backends.deepspeed.mismatch import Seen, classify
+from zeroguard.backends.deepspeed.samples import Place, Places, Sampled
+from zeroguard.backends.deepspeed.sections import Section
 from zeroguard.collective import mean_over
 
-__all__ = ["GradientSamples", "Sections", "Values"]
+__all__ = ["MOST", "GradientSamples"]
 
-#: (id of the parameter, offset in it, flat values)
-Values = Iterable[tuple[int, int, torch.Tensor]]
-#: Flat tensors, each with the parameters in it: (id, first element of the parameter, elements, where they begin there).
-Sections = Iterable[tuple[torch.Tensor, Iterable[tuple[int, int, int, int]]]]
-
-
-@dataclass(slots=True)
-class _Place:
-    """A parameter's samples: ``count`` elements from ``start`` in every row, at ``offset + i * stride`` of the
-    parameter."""
-
-    name: str
-    param: Any
-    start: int
-    count: int
-    stride: int = 1
-    offset: int = 0
-
-
-#: A parameter's place, the first of its samples, and how many.
-Span = tuple[_Place, int, int]
+#: Samples of an audited step in all, each of which takes up to 200 bytes on the way: a model with more than 4096
+#: parameters is audited at fewer places of each than 64.
+MOST = 2**18
 
 
 def _unit(dtype: torch.dtype) -> float:
@@ -74,7 +57,7 @@ class GradientSamples:
         self.groups = groups
         self.dtypes = tuple(set(dtypes))
         self.armed = False
-        self.places: list[_Place] = []
+        self.places = Places((), 0, 0, device)
         self.rows: list[torch.Tensor] = []
         self.fired: set[int] = set()
         #: why this window cannot be judged; empty where it can
@@ -82,73 +65,70 @@ class GradientSamples:
         self._open = False
         self._handles: list[Any] = []
         self._nodes: list[Any] = []
-        self._by_param: dict[int, int] = {}
-        self._before: dict[str, Any] = {}
+        self._unwatched: list[tuple[int, Place]] = []
+        #: the newest row, by parameter
+        self._targets: Sequence[torch.Tensor] = ()
+        #: what the optimizer was about to consume, and the master weights
+        self._before: tuple[Sampled, Sampled] | None = None
 
     # -- sampling ----------------------------------------------------------------------------------------------------
 
     def arm(self, elements: int, seed: int) -> None:
         """Sample this window: ``elements`` of each parameter, 0 for all of them. The same places on every rank, other
         ones for another ``seed``."""
+        spoilt = self.spoilt  # said before the window's first backward
         self.disarm()
-        self.armed = True
-        self.places = self._layout(elements, seed)
-        self._by_param = {id(place.param): number for number, place in enumerate(self.places)}
-        for place in self.places:
+        self.armed, self.spoilt = True, spoilt
+        if elements:
+            elements = max(1, min(elements, MOST // max(1, len(self.params))))
+        self.places = Places(self.params, elements, seed, self.device)
+        self._unwatched = list(enumerate(self.places.all))
+        self._watch()
+
+    def _watch(self) -> None:
+        """Hook what is trained by now; a loop may freeze parameters for one backward and not for the next."""
+        places, self._unwatched = self._unwatched, []
+        for number, place in places:
             if not place.param.requires_grad:
+                self._unwatched.append((number, place))
                 continue
             if hasattr(place.param, "ds_id"):
                 # ZeRO-3: asking for the node of a parameter that is partitioned would make one for its empty shape.
-                hook = self._hook(place)
-                self._handles.append(place.param.register_hook(lambda grad, hook=hook: hook((grad,))))
+                self._handles.append(place.param.register_hook(self._hook(number, place)))
                 continue
-            node = torch.autograd.graph.get_gradient_edge(place.param).node
+            with torch.enable_grad():  # PyTorch 2.4 finds no node without it, and a hook of a backward has it off
+                node = torch.autograd.graph.get_gradient_edge(place.param).node
             self._nodes.append(node)  # nothing else may keep it alive, and a new one would not have the hook
-            self._handles.append(node.register_prehook(self._hook(place)))
+            self._handles.append(node.register_prehook(self._hook(number, place)))
 
-    def _layout(self, elements: int, seed: int) -> list[_Place]:
-        places: list[_Place] = []
-        start = 0
-        for number, (name, param) in enumerate(self.params):
-            size = int(getattr(param, "ds_numel", 0) or param.numel())
-            if not size:
-                continue
-            count = size if elements == 0 else min(elements, size)
-            stride = size // count
-            if stride > 2:
-                # Not the widest stride: that would meet the same column of a matrix again and again.
-                stride -= (seed * 7 + number) % (stride // 2)
-            slack = size - (count - 1) * stride
-            offset = (seed * 2654435761 + number * 40503) % slack
-            places.append(_Place(name, param, start, count, stride, offset))
-            start += count
-        self.size = start
-        return places
+    def _hook(self, number: int, place: Place) -> Any:
+        """What runs in the backward, for a node (given a tuple) or a tensor (given a gradient): as little as can be."""
+        count, stride, offset = (place.count,), (place.stride,), place.offset
+        fired = self.fired
 
-    def _hook(self, place: _Place) -> Any:
-        start, count, stride, offset = place.start, place.count, place.stride, place.offset
-
-        def arrived(grads: tuple[torch.Tensor | None, ...]) -> None:
-            grad = grads[0]
+        def arrived(given: Any) -> None:
+            grad = given if isinstance(given, torch.Tensor) else given[0]
             if not self._open or grad is None:
                 return
             if grad.is_sparse:
                 self.spoilt = self.spoilt or f"{place.name} has a sparse gradient"
                 return
             flat = grad if grad.is_contiguous() else grad.contiguous()
-            values = flat.as_strided((count,), (stride,), flat.storage_offset() + offset)
-            target = self.rows[-1].narrow(0, start, count)
-            if start in self.fired:
-                target.add_(values)  # reentrant checkpointing: a parameter's gradient may come in parts
+            values = flat.as_strided(count, stride, flat.storage_offset() + offset)
+            if number in fired:
+                self._targets[number].add_(values)  # reentrant checkpointing: a gradient may come in parts
             else:
-                self.fired.add(start)
-                target.copy_(values)
+                fired.add(number)
+                self._targets[number].copy_(values)
 
         return arrived
 
     def began(self) -> None:
         """A backward begins: a row for it."""
-        self.rows.append(torch.zeros(self.size, dtype=torch.float32, device=self.device))
+        if self._unwatched:
+            self._watch()
+        self.rows.append(self.places.zeros())
+        self._targets = self.rows[-1].split([place.count for place in self.places.all])
         self.fired.clear()
         self._open = True
 
@@ -172,7 +152,9 @@ class GradientSamples:
         self._handles.clear()
         self._nodes.clear()
         self.rows.clear()
-        self._before.clear()
+        self._targets = ()
+        self._before = None
+        self.places.forget()
         self.spoilt = ""
         self.armed = self._open = False
 
@@ -196,168 +178,81 @@ class GradientSamples:
         smallest = max(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps for dtype in self.dtypes)
         return (len(self.rows) + self.ranks + 4) * smallest
 
-    def compare(self, pieces: Values, masters: Sections = (), copies: Sections = ()) -> GradientAudit:
+    def compare(
+        self, gradients: Iterable[Section], masters: Iterable[Section] = (), copies: Iterable[Section] = ()
+    ) -> GradientAudit:
         """COLLECTIVE, one all-reduce of three floats a sample, and one wait for the device.
 
         Args:
-            pieces: what this rank's optimizer is about to consume, as (id of the parameter, offset in it, flat values).
+            gradients: what this rank's optimizer is about to consume.
             masters: the flat fp32 partitions of this rank; none where there are none to look at.
             copies: the same elements of the weights that the forward uses.
         """
-        rows = self.rows or [torch.zeros(self.size, dtype=torch.float32, device=self.device)]
+        size = self.places.size
+        rows = self.rows or [self.places.zeros()]
         stacked = torch.stack(rows)
         spoilt = torch.full((1,), 1.0 if self.spoilt else 0.0, device=self.device)
         mine = torch.cat([stacked.sum(0), stacked.abs().sum(0), rows[-1], spoilt])
-        local = mine.narrow(0, 0, self.size).clone()
+        local = mine.narrow(0, 0, size).clone()
         mean_over(mine, self.groups, self.ranks)
-        expected, bound, last = mine[:-1].view(3, self.size).unbind(0)
-        seen, owned = self._pull(pieces)
+        expected, bound, last = mine[:-1].view(3, size).unbind(0)
+        seen = self.places.gather(gradients)
         limit = bound * self.tolerance() + self.floor()
-        mask = self._mask(owned).to(self.device)
-        wrong = ~((seen - expected).abs() <= limit) & mask
-        edited = self._edited(masters, copies)
-        facts = [mine[-1] > 0, ~torch.isfinite(bound).all(), wrong.any(), edited.any()]
-        others, overflow, any_wrong, any_edited = torch.stack(facts).tolist()
+        wrong = ~((seen.values - expected).abs() <= limit) & seen.mask
+        high = self.places.gather(masters)
+        edited = self._not_the_cast(high, copies)
+        overflow = ~torch.isfinite(bound).all()
+        if torch.float16 in self.dtypes:
+            # Finite gradients may add up to more than float16 holds; the loss scale is there to have that skipped.
+            overflow |= ~torch.isfinite(seen.values).all()
+        facts = [mine[-1] > 0, overflow, wrong.any(), edited.any()]
+        others, overflown, any_wrong, any_edited = torch.stack(facts).tolist()
         if self.spoilt or others:
             return GradientAudit(skipped=self.spoilt or "another rank cannot judge this window")
-        if overflow:
-            return GradientAudit(skipped="autograd delivered gradients that are not finite (overflow)")
-        self._before["gradient"] = seen
-        vectors = (expected, limit, last, local, seen)
-        mismatches = self._mismatches(vectors, owned) if any_wrong else ()
-        names = self._named(edited) if any_edited else ()
-        return GradientAudit(len(owned), mismatches, "", self.tolerance(), names)
+        if overflown:
+            return GradientAudit(skipped="gradients that are not finite were delivered, or are their sum (overflow)")
+        self._before = (seen, high)
+        vectors = (expected, limit, last, local, seen.values)
+        mismatches = self._mismatches(vectors, seen.owned) if any_wrong else ()
+        names = self._named(self.places.by_parameter(edited.unsqueeze(0))[0]) if any_edited else ()
+        return GradientAudit(seen.owned.shape[1], mismatches, "", self.tolerance(), names)
 
-    def _inside(self, key: int, start: int, size: int) -> tuple[_Place, int, int] | None:
-        """The samples of a parameter that lie in its elements ``start`` to ``start + size``: the place, the first one,
-        and how many."""
-        number = self._by_param.get(key)
-        if number is None or not size:
-            return None
-        place = self.places[number]
-        first = max(0, -(-(start - place.offset) // place.stride))
-        last = min(place.count - 1, (start + size - 1 - place.offset) // place.stride)
-        return None if last < first else (place, first, last - first + 1)
-
-    def _pull(self, pieces: Values) -> tuple[torch.Tensor, list[Span]]:
-        """The values at the sampled places, and the spans of samples that this rank owns."""
-        out = torch.zeros(self.size, dtype=torch.float32, device=self.device)
-        owned: list[Span] = []
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for key, start, values in pieces:
-            found = self._inside(key, start, values.numel())
-            if found is None:
-                continue
-            place, first, count = found
-            inside = place.offset + first * place.stride - start
-            # One view instead of two slices: there may be thousands of them. Pieces are flat and contiguous.
-            sources.append(values.as_strided((count,), (place.stride,), values.storage_offset() + inside))
-            targets.append(out.narrow(0, place.start + first, count))
-            owned.append((place, first, count))
-        if targets and sources[0].device == self.device:
-            torch._foreach_copy_(targets, sources)
-        elif targets:  # in host memory: one transfer, not one a parameter
-            host = torch.cat([source.float() for source in sources]).to(self.device)
-            torch._foreach_copy_(targets, list(host.split([source.numel() for source in sources])))
-        return out, owned
-
-    def _gather(self, sections: Sections) -> tuple[torch.Tensor, list[Span]]:
-        """As :meth:`_pull`, from a few flat tensors that hold many parameters each: one gather a tensor."""
-        out = torch.zeros(self.size, dtype=torch.float32, device=self.device)
-        owned: list[Span] = []
-        for flat, members in sections:
-            starts, strides, counts, places = [], [], [], []
-            for key, start, size, base in members:
-                found = self._inside(key, start, size)
-                if found is None:
-                    continue
-                place, first, count = found
-                starts.append(base + place.offset + first * place.stride - start)
-                strides.append(place.stride)
-                counts.append(count)
-                places.append(place.start + first)
-                owned.append(found)
-            if not counts:
-                continue
-            table = torch.tensor([starts, strides, places, [0, *itertools.accumulate(counts)][:-1]])
-            start_, stride_, place_, before = table.repeat_interleave(torch.tensor(counts), dim=1)
-            within = torch.arange(before.numel()) - before
-            source = (start_ + stride_ * within).to(flat.device, non_blocking=True)
-            target = (place_ + within).to(self.device, non_blocking=True)
-            out[target] = flat[source].to(self.device, torch.float32)
-        return out, owned
-
-    def _mask(self, owned: list[Span]) -> torch.Tensor:
-        mask = torch.zeros(self.size, dtype=torch.bool)
-        for place, first, count in owned:
-            mask[place.start + first : place.start + first + count] = True
-        return mask
-
-    def _edited(self, masters: Sections, copies: Sections) -> torch.Tensor:
-        """Where a low-precision weight is not its master weight, rounded; remembers the master weights."""
-        high, owned = self._gather(masters)
-        self._before = {"masters": high, "owned": owned}
-        if not owned:
-            return torch.zeros(self.size, dtype=torch.bool, device=self.device)
-        return self._not_the_cast(high, copies)
-
-    def _not_the_cast(self, high: torch.Tensor, copies: Sections) -> torch.Tensor:
-        low, _ = self._gather(copies)
-        kinds = {place.param.dtype for place in self.places}
-        rounded = high
+    def _not_the_cast(self, high: Sampled, copies: Iterable[Section]) -> torch.Tensor:
+        """Where a low-precision weight is not its master weight, rounded."""
+        low = self.places.gather(copies)
+        kinds = {place.param.dtype for place in self.places.all}
         if len(kinds) == 1:
-            rounded = high.to(kinds.pop()).float()
+            rounded = high.values.to(kinds.pop()).float()
         else:
-            rounded = torch.cat([high.narrow(0, p.start, p.count).to(p.param.dtype).float() for p in self.places])
-        return (rounded != low) & ~(torch.isnan(rounded) & torch.isnan(low))
+            parts = zip(high.values.split([p.count for p in self.places.all]), self.places.all, strict=True)
+            rounded = torch.cat([values.to(place.param.dtype).float() for values, place in parts])
+        both_nan = torch.isnan(rounded) & torch.isnan(low.values)
+        return (rounded != low.values) & ~both_nan & high.mask & low.mask
 
-    def _named(self, where: torch.Tensor) -> tuple[str, ...]:
-        flags = where.cpu()
-        return tuple(p.name for p in self.places if bool(flags.narrow(0, p.start, p.count).any()))
+    def _named(self, flags: torch.Tensor) -> tuple[str, ...]:
+        return tuple(place.name for place, flag in zip(self.places.all, flags.tolist(), strict=True) if flag)
 
-    def _mismatches(self, vectors: tuple[torch.Tensor, ...], owned: list[Span]) -> tuple[Mismatch, ...]:
+    def _mismatches(self, vectors: tuple[torch.Tensor, ...], owned: torch.Tensor) -> tuple[Mismatch, ...]:
         there = [vector.cpu() for vector in vectors]
         out = []
-        for place, first, count in owned:
-            start = place.start + first
-            e, t, newest, mine, s = (vector.narrow(0, start, count).double() for vector in there)
-            if not bool(((s - e).abs() <= t).all()):
-                out.append(self._classify(place.name, e, t, newest, mine, s))
+        for number, first, count in owned.T.tolist():
+            place = self.places.all[number]
+            seen = Seen(*(vector.narrow(0, place.start + first, count).double() for vector in there))
+            if not seen.right:
+                backwards, ranks, floor = len(self.rows), self.ranks, self.floor()
+                out.append(classify(place.name, seen, backwards=backwards, ranks=ranks, floor=floor))
         return tuple(out)
-
-    def _classify(
-        self, name: str, e: torch.Tensor, t: torch.Tensor, last: torch.Tensor, mine: torch.Tensor, s: torch.Tensor
-    ) -> Mismatch:
-        """What kind of wrong; the simplest explanation that fits all samples within their limits."""
-        size = max(float(e.norm()), float(s.norm()))
-        error = float((s - e).norm()) / size if size > 0 else 0.0
-
-        def fits(other: torch.Tensor, slack: float = 1.0) -> bool:
-            return bool(((s - other).abs() <= slack * t).all())
-
-        if not bool(torch.isfinite(s).all()):
-            return Mismatch(name, "not_finite", error=float("inf"))
-        if bool((e == 0).all()) and bool((t <= 2 * self.floor()).all()):
-            return Mismatch(name, "stale", error=error)
-        if not bool(s.any()):
-            return Mismatch(name, "lost", error=error, factor=0.0)
-        if len(self.rows) > 1 and fits(last):
-            return Mismatch(name, "overwritten", error=error)
-        if self.ranks > 1:
-            if fits(mine / self.ranks, self.ranks) or fits(mine, self.ranks):
-                return Mismatch(name, "not_reduced", error=error)
-            if fits(e - mine / self.ranks, 2.0):
-                return Mismatch(name, "missing_on_rank", error=error)
-        factor = float(s @ e) / float(e @ e) if bool(e.any()) else 0.0
-        if factor and fits(factor * e, 2 * max(1.0, abs(factor))):
-            return Mismatch(name, "duplicated" if abs(factor - 2) < 0.02 else "scaled", error=error, factor=factor)
-        return Mismatch(name, "differs", error=error)
 
     # -- after the step ------------------------------------------------------------------------------------------------
 
-    def moved(self, masters: Sections, copies: Sections, rates: dict[int, float], factor: float) -> UpdateAudit:
-        """After the step, LOCAL, one wait for the device.
+    def moved(
+        self,
+        masters: Iterable[Section],
+        copies: Iterable[Section],
+        rates: dict[int, float],
+        factor: torch.Tensor | float,
+    ) -> Callable[[], UpdateAudit]:
+        """After the step, LOCAL. Starts the comparison; what it returns gives the result, once the device is so far.
 
         ``unmoved`` are parameters whose sampled master weights did not change in a single bit although a nonzero
         gradient and a learning rate should have moved them by more than rounding: by rate * gradient (SGD) or by rate
@@ -368,24 +263,27 @@ class GradientSamples:
             rates: learning rates by id of the parameter.
             factor: what the gradients were multiplied by on their way into the step (clipping, loss scale).
         """
-        if not self._before or "gradient" not in self._before:
-            return UpdateAudit()
-        before, owned = self._before["masters"], self._before["owned"]
-        after, _ = self._gather(masters)
-        counts = torch.tensor([place.count for place in self.places])
-        rate = torch.tensor([rates.get(id(place.param), 0.0) for place in self.places]).repeat_interleave(counts)
-        index = torch.arange(len(self.places)).repeat_interleave(counts).to(self.device)
-        mask = self._mask(owned).to(self.device)
-        gradient = (self._before["gradient"].abs() * factor).clamp(max=1.0)
-        felt = (rate.to(self.device) * gradient > before.abs() * 2.0**-18) & mask
-        changed = (after != before) & mask
-        differs = self._not_the_cast(after, copies) & mask
-        sums = torch.zeros(3, len(self.places), device=self.device)
-        sums.index_add_(1, index, torch.stack([felt, changed, differs]).float())
-        unmoved, not_cast = [], []
-        for place, can, did, off in zip(self.places, *sums.tolist(), strict=True):
-            if can and not did:
-                unmoved.append(place.name)
-            if off:
-                not_cast.append(place.name)
-        return UpdateAudit(tuple(unmoved), tuple(not_cast))
+        if self._before is None:
+            return UpdateAudit
+        seen, before = self._before
+        after = self.places.gather(masters)
+        rate = self.places.spread([rates.get(id(place.param), 0.0) for place in self.places.all])
+        gradient = (seen.values.abs() * factor).clamp(max=1.0)
+        felt = (rate * gradient > before.values.abs() * 2.0**-18) & before.mask
+        changed = (after.values != before.values) & before.mask
+        differs = self._not_the_cast(after, copies)
+        can, did, off = self.places.by_parameter(torch.stack([felt, changed, differs]))
+        still = (can > 0) & (did == 0)
+        found = (still | (off > 0)).any().to("cpu", non_blocking=True)
+        names = [place.name for place in self.places.all]
+
+        def result() -> UpdateAudit:
+            if not found:
+                return UpdateAudit()
+            unmoved, not_cast = still.tolist(), off.tolist()
+            return UpdateAudit(
+                tuple(name for name, one in zip(names, unmoved, strict=True) if one),
+                tuple(name for name, one in zip(names, not_cast, strict=True) if one),
+            )
+
+        return result

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 
 import torch
 
 from zeroguard.backends.base import Done, GradientAudit, UpdateAudit
-from zeroguard.backends.deepspeed.audit import GradientSamples, Sections
+from zeroguard.backends.deepspeed.audit import GradientSamples
+from zeroguard.backends.deepspeed.sections import Members, Section, SharedMemory
 from zeroguard.backends.deepspeed.state import BackendState
 
 __all__ = ["Audited"]
@@ -17,6 +19,12 @@ class Audited(BackendState):
     """Reads and requests of the guard ``gradient_audit``."""
 
     _samples: GradientSamples | None = None
+    _in_masters: list[Members] | None = None
+
+    @cached_property
+    def _low(self) -> SharedMemory:
+        """Where the low-precision weights lie."""
+        return SharedMemory()
 
     def _gradient_samples(self) -> GradientSamples:
         if self._samples is None:
@@ -64,10 +72,12 @@ class Audited(BackendState):
             return GradientAudit(skipped=reason)
         with torch.no_grad():
             samples = self._armed(elements, seed)
-            pieces = ((id(p.param), p.offset_in_param, p.values) for p in self.reading.pieces())
+            if self.wraps_nothing and not samples.rows:
+                samples.spoil("no backward of this window was announced")
+            gradients = self.reading.sections()
             if self.facts.layout in (0, "bf16"):
-                return samples.compare(pieces)
-            return samples.compare(pieces, self._masters(), self._copies())
+                return samples.compare(gradients)
+            return samples.compare(gradients, self._masters(), self._copies())
 
     def _not_here(self) -> str:
         if int(getattr(self.engine, "sequence_parallel_size", 1) or 1) > 1:
@@ -78,18 +88,29 @@ class Audited(BackendState):
             return "DeepSpeed finishes the gradients of unmanaged accumulation inside engine.step()"
         return ""
 
-    def audit_update(self) -> UpdateAudit:
+    def audit_update(self) -> Callable[[], UpdateAudit]:
         if self._samples is None or self.facts.layout in (0, "bf16"):
-            return UpdateAudit()
+            return UpdateAudit
         with torch.no_grad():
             factor = self._clip() / self.reading.scale()
-            return self._samples.moved(self._masters(), self._copies(), self._rates(), factor)
+            result = self._samples.moved(self._masters(), self._copies(), self._rates(), factor)
+        if self.engine.device.type == "cpu":
+            return result
+        copied = self.accelerator().Event()
+        copied.record()
 
-    def _clip(self) -> float:
-        """What clipping multiplied the gradients by."""
-        limit = float(self.engine.gradient_clipping() or 0.0)
-        norm = float(self.engine.get_global_grad_norm() or 0.0)
-        return min(1.0, limit / norm) if limit > 0 and norm > 0 else 1.0
+        def wait() -> UpdateAudit:
+            copied.synchronize()
+            return result()
+
+        return wait
+
+    def _clip(self) -> torch.Tensor | float:
+        """What clipping multiplied the gradients by; not read where it is on the device, which would wait for it."""
+        limit, norm = float(self.engine.gradient_clipping() or 0.0), self.engine.get_global_grad_norm()
+        if limit <= 0 or norm is None:
+            return 1.0
+        return (limit / torch.as_tensor(norm, device=self.engine.device).float()).clamp(max=1.0).nan_to_num(1.0)
 
     def _rates(self) -> dict[int, float]:
         """Learning rates by parameter."""
@@ -101,7 +122,7 @@ class Audited(BackendState):
             rates.update((id(part.param), rate) for part in parts)
         return rates
 
-    def _masters(self) -> Sections:
+    def _masters(self) -> Iterable[Section]:
         """The fp32 master weights of this rank: a flat partition a group."""
         opt = self.optimizer
         self.copies.hot += 1
@@ -111,22 +132,17 @@ class Audited(BackendState):
             )
         finally:
             self.copies.hot -= 1
-        partition = self.reading.partition()
-        for flat, parts in zip(flats, partition, strict=False):
-            yield flat.data.view(-1), ((id(p.param), p.start, p.numel, p.dest) for p in parts)
+        if self._in_masters is None:
+            partition = self.reading.partition()
+            self._in_masters = [
+                Members([(id(p.param), p.start, p.numel, p.dest) for p in parts]) for parts in partition
+            ]
+        return [(flat.data.view(-1), members) for flat, members in zip(flats, self._in_masters, strict=False)]
 
-    def _copies(self) -> Sections:
+    def _copies(self) -> Iterable[Section]:
         """The same elements of the weights that the forward uses, by the memory that they share."""
         stage3 = self.facts.layout == 3
-        shared: dict[tuple[int, torch.dtype], tuple[torch.Tensor, list[tuple[int, int, int, int]]]] = {}
-        for parts in self.reading.partition():
-            for part in parts:
-                values = part.param.ds_tensor.data if stage3 else part.param.data
-                storage = values.untyped_storage()
-                key = (storage.data_ptr(), values.dtype)
-                if key not in shared:
-                    flat = torch.empty(0, dtype=values.dtype, device=values.device).set_(storage)
-                    shared[key] = (flat, [])
-                base = values.storage_offset() + (0 if stage3 else part.start)
-                shared[key][1].append((id(part.param), part.start, part.numel, base))
-        return list(shared.values())
+        parts = [part for parts in self.reading.partition() for part in parts]
+        held = [part.param.ds_tensor if stage3 else part.param for part in parts]
+        pieces = [(id(part.param), part.start, part.numel) for part in parts]
+        return self._low.sections(pieces, held, skip=not stage3)

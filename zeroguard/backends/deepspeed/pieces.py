@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zeroguard.backends.deepspeed.attributes import missing
+from zeroguard.backends.deepspeed.sections import Members, Section, SharedMemory
 
 if TYPE_CHECKING:
     from zeroguard.backends.deepspeed.state import BackendState
@@ -75,6 +76,9 @@ class GradientPieces:
         self.replicated = self.layout == 0
         #: group -> this rank's parts; made at the first read: DeepSpeed's partitioning does not change
         self._parts: list[list[_Part]] | None = None
+        self._in_order: list[tuple[Any, str]] | None = None
+        self._limits: str | None = None
+        self._memory: dict[int, SharedMemory] = {}
 
     @property
     def group(self) -> Any:
@@ -100,20 +104,63 @@ class GradientPieces:
         reached may have one: what DeepSpeed is about to step it with. Parameters come in the optimizer's order.
         """
         if self.layout == 0:
-            yield from self._whole()
-            return
+            yield from (Piece(name, param, 0, values) for name, param, values in self._whole())
+        else:
+            yield from (Piece(part.name, part.param, part.start, values) for part, values in self.parts())
+
+    def held(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        """LOCAL, stages 0 to 3. Parameter and flat values of each of :meth:`pieces`."""
+        if self.layout == 0:
+            return ((param, values) for _, param, values in self._whole())
+        return ((part.param, values) for part, values in self.parts())
+
+    def parts(self) -> Iterator[tuple[_Part, torch.Tensor]]:
+        """LOCAL, stages 1 to 3. As :meth:`pieces`, by this rank's parts."""
         if self.facts.offload:
             self._wait()
-        steps_frozen_with_zeros = self.layout == 3 and not self.facts.offload
         copies = self.state.copies
         copies.hot += 1  # what DeepSpeed's lists would wait for has just been waited for
         try:
             for group, parts in enumerate(self.partition()):
-                for part, values in zip(parts, self._values(group, parts), strict=False):
-                    if part.name and (part.param.requires_grad or not steps_frozen_with_zeros):
-                        yield Piece(part.name, part.param, part.start, values)
+                held = self._held(group, parts)
+                if isinstance(held, torch.Tensor):
+                    flat = held.view(-1)
+                    held = [flat.narrow(0, part.dest, part.numel) for part in parts]
+                for part, values in zip(parts, held, strict=False):
+                    if self._stepped_with(part):
+                        flat = values.detach().reshape(-1)
+                        yield part, flat if flat.numel() == part.numel else flat.narrow(0, 0, part.numel)
         finally:
             copies.hot -= 1
+
+    def sections(self) -> Iterator[Section]:
+        """LOCAL, stages 0 to 3. The same as :meth:`pieces`, by the memory that the pieces share: for reads of a few
+        elements of many parameters."""
+        if self.layout == 0:
+            for _, param, values in self._whole():
+                yield values, Members([(id(param), 0, values.numel(), 0)])
+            return
+        if self.facts.offload:
+            self._wait()
+        copies = self.state.copies
+        copies.hot += 1
+        try:
+            for group, parts in enumerate(self.partition()):
+                held = self._held(group, parts)
+                taken = [part for part in parts if self._stepped_with(part)]
+                if isinstance(held, torch.Tensor):
+                    yield held.view(-1), Members([(id(p.param), p.start, p.numel, p.dest) for p in taken])
+                    continue
+                if len(taken) != len(parts):
+                    held = [values for part, values in zip(parts, held, strict=False) if self._stepped_with(part)]
+                pieces = [(id(p.param), p.start, p.numel) for p, _ in zip(taken, held, strict=False)]
+                yield from self._memory.setdefault(group, SharedMemory()).sections(pieces, held)
+        finally:
+            copies.hot -= 1
+
+    def _stepped_with(self, part: _Part) -> bool:
+        """Whether the optimizer is about to step this with what is held (stage 3 steps frozen ones with zeros)."""
+        return bool(part.name) and (part.param.requires_grad or self.layout != 3 or bool(self.facts.offload))
 
     def _wait(self) -> None:
         state = self.state
@@ -122,14 +169,15 @@ class GradientPieces:
         elif not self.facts.resolves_data_dependency:
             state.accelerator().synchronize()
 
-    def _whole(self) -> Iterator[Piece]:
+    def _whole(self) -> Iterator[tuple[str, Any, torch.Tensor]]:
         for param, name in self.stepped():
             grad = param.grad
             if grad is not None:
-                yield Piece(name, param, 0, (grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1))
+                yield name, param, (grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1)
 
-    def _values(self, group: int, parts: Sequence[_Part]) -> Iterator[torch.Tensor]:
-        """The gradients of ``parts``; nothing where DeepSpeed has none."""
+    def _held(self, group: int, parts: Sequence[_Part]) -> torch.Tensor | Sequence[torch.Tensor]:
+        """The gradients of a group: one flat tensor, or contiguous tensors that begin as ``parts`` do; nothing where
+        DeepSpeed has none."""
         opt = self.optimizer
         if self.layout == "bf16":
             held = opt.fp32_groups_gradient_flat_partition[group]
@@ -138,21 +186,18 @@ class GradientPieces:
             held = masters[group].grad
         elif self.layout == 3:
             table = opt._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-            return (table[part.param.ds_id].narrow(0, 0, part.numel) for part in parts)
+            return [table[part.param.ds_id] for part in parts]
         else:
-            held = opt.averaged_gradients.get(group)
-            if held is not None and getattr(held, "flat_partition", None) is None:
+            averaged = opt.averaged_gradients.get(group)
+            held = None if averaged is None else getattr(averaged, "flat_partition", None)
+            if averaged is not None and held is None:
                 # One tensor a parameter, cut as the parts are, and paddings, which have no part.
-                return (t.detach().reshape(-1) for t in held if not getattr(t, "_zero_padding", False))
-            held = None if held is None else held.flat_partition
-        if held is None:
-            return iter(())
-        flat = held.view(-1)
-        return (flat.narrow(0, part.dest, part.numel) for part in parts)
+                return [t for t in averaged if not getattr(t, "_zero_padding", False)]
+        return () if held is None else held
 
     def partition(self) -> list[list[_Part]]:
-        """Where this rank's piece of each parameter lies, by group; not at stage 0."""
-        """This rank's parts, by group of the optimizer (stage 3: by sub-group)."""
+        """Where this rank's piece of each parameter lies, by group of the optimizer (stage 3: by sub-group); not at
+        stage 0."""
         if self._parts is None:
             make = {3: self._parts3, "bf16": self._parts_bf16}.get(self.layout, self._parts12)
             self._parts = [list(parts) for parts in make()]
@@ -203,9 +248,12 @@ class GradientPieces:
         """(parameter, name) of all that the optimizer steps, in its order."""
         if self.layout == 0:
             return [(p, name) for name, p in self.engine.module.named_parameters() if p.requires_grad]
-        table = {3: "fp16_groups", "bf16": "bf16_groups"}.get(self.layout, "bit16_groups")
-        names = self.state.names
-        return [(p, names[id(p)]) for group in getattr(self.optimizer, table) for p in group if id(p) in names]
+        if self._in_order is None:
+            table = {3: "fp16_groups", "bf16": "bf16_groups"}.get(self.layout, "bit16_groups")
+            names = self.state.names
+            groups = getattr(self.optimizer, table)
+            self._in_order = [(p, names[id(p)]) for group in groups for p in group if id(p) in names]
+        return self._in_order
 
     def reached(self) -> set[int]:
         """Keys of parameters that a backward of this window reached, as far as this rank knows."""
@@ -222,7 +270,12 @@ class GradientPieces:
     # -- what cannot be read -------------------------------------------------------------------------------------------
 
     def limits(self) -> str:
-        """Why this engine's gradients cannot be read at all; empty where they can."""
+        """Why this engine's gradients cannot be read at all; empty where they can. Worked out once."""
+        if self._limits is None:
+            self._limits = self._find_limits()
+        return self._limits
+
+    def _find_limits(self) -> str:
         engine, optimizer, facts = self.engine, self.optimizer, self.facts
         gone = missing(engine, "reading", layout=self.layout, version=facts.deepspeed_version, offload=facts.offload)
         compiled = getattr(engine, "is_deepcompile_active", None)

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from zeroguard.backends.deepspeed.pieces import GradientPieces, Piece
 from zeroguard.collective import add_up, gather_evenly
 from zeroguard.errors import ConfigError, GradientsUnavailableError
-
-if TYPE_CHECKING:
-    from zeroguard.backends.deepspeed.state import BackendState
 
 __all__ = ["GradientReader"]
 
@@ -34,10 +31,6 @@ _WHEN = "Gradients can be read from the end of a boundary backward to engine.ste
 
 class GradientReader(GradientPieces):
     """Reads of one engine's gradients that every rank makes together. Stages 0 to 3, and BF16_Optimizer."""
-
-    def __init__(self, state: BackendState) -> None:
-        super().__init__(state)
-        self._unsupported: str | None = None
 
     # -- when, and whether at all --------------------------------------------------------------------------------------
 
@@ -78,9 +71,7 @@ class GradientReader(GradientPieces):
     def _never(self) -> str:
         if not self.engine.enable_backward_allreduce:
             return "DeepSpeed does not average gradients in this backward: its optimizer communicates compressed ones."
-        if self._unsupported is None:
-            self._unsupported = self.limits()
-        return self._unsupported
+        return self.limits()
 
     # -- the same on every rank ----------------------------------------------------------------------------------------
 
@@ -106,10 +97,10 @@ class GradientReader(GradientPieces):
         place = {id(param): index for index, (param, _) in enumerate(stepped)}
         sums = torch.zeros(len(stepped), dtype=wide, device=self.engine.device)
         by_device: dict[torch.device, tuple[list[int], list[torch.Tensor]]] = {}
-        for piece in self.pieces():
-            indices, values = by_device.setdefault(piece.values.device, ([], []))
-            indices.append(place[id(piece.param)])
-            values.append(piece.values)
+        for param, piece in self.held():
+            indices, values = by_device.setdefault(piece.device, ([], []))
+            indices.append(place[id(param)])
+            values.append(piece)
         for indices, values in by_device.values():  # more than one where only a part of the optimizer is offloaded
             squares = _squares(values, wide).to(sums.device)
             sums.index_add_(0, torch.tensor(indices, device=sums.device), squares)
@@ -178,15 +169,11 @@ class GradientReader(GradientPieces):
                 raise GradientsUnavailableError(f"{name} is frozen: the optimizer does not step it.")
         return asked
 
-    def _zeros(self, numel: int) -> torch.Tensor:
-        return torch.zeros(numel, dtype=torch.float32, device=self.engine.device)
-
     def _added_up(self, bucket: Sequence[tuple[Any, str]], held: dict[int, Piece]) -> dict[str, torch.Tensor]:
         """Each rank writes what it holds into zeros."""
-        flat = self._zeros(sum(param.numel() for param, _ in bucket))
         starts = list(accumulate((param.numel() for param, _ in bucket), initial=0))
         pieces = [(start, held.get(id(param))) for start, (param, _) in zip(starts, bucket, strict=False)]
-        self._fill(flat, [(start + p.offset_in_param, p.values) for start, p in pieces if p is not None])
+        flat = self._filled(starts[-1], [(start + p.offset_in_param, p.values) for start, p in pieces if p is not None])
         if not self.replicated:
             add_up(flat, group=self.group)
         return {
@@ -198,23 +185,24 @@ class GradientReader(GradientPieces):
         """Stage 3: every rank holds an equally long part of each parameter, the last one padded."""
         sizes = [param.partition_numel() for param, _ in bucket]
         starts = list(accumulate(sizes, initial=0))
-        mine = self._zeros(starts[-1])
         pieces = [(start, held.get(id(param))) for start, (param, _) in zip(starts, bucket, strict=False)]
-        self._fill(mine, [(start, piece.values) for start, piece in pieces if piece is not None])
+        mine = self._filled(starts[-1], [(start, piece.values) for start, piece in pieces if piece is not None])
         rows = gather_evenly(mine, group=self.group).split(sizes, dim=1)
         return {  # reshape copies, but for a bucket of one parameter
             name: part.reshape(-1).narrow(0, 0, param.ds_numel).view(param.ds_shape)
             for (param, name), part in zip(bucket, rows, strict=True)
         }
 
-    def _fill(self, flat: torch.Tensor, values: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Copy each tensor, whatever its dtype and device, to its place in ``flat``, and take the loss scale out."""
+    def _filled(self, numel: int, values: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        """Each tensor, whatever its dtype and device, at its place among zeros, with the loss scale taken out."""
+        whole = sum(value.numel() for _, value in values) == numel
+        make = torch.empty if whole else torch.zeros
+        flat = make(numel, dtype=torch.float32, device=self.engine.device)
         if values:
             places = [flat.narrow(0, start, value.numel()) for start, value in values]
             torch._foreach_copy_(places, [value for _, value in values], non_blocking=True)
         scale = self.scale()
-        if scale != 1.0:
-            flat.div_(scale)
+        return flat if scale == 1.0 else flat.div_(scale)
 
 
 def _buckets(wanted: Sequence[tuple[Any, str]], most: int, alone: int) -> Iterator[list[tuple[Any, str]]]:
