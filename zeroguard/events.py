@@ -19,6 +19,7 @@ __all__ = [
     "BackwardReduce",
     "CheckpointBegin",
     "Close",
+    "EditLost",
     "EpochEnd",
     "Event",
     "ForwardBegin",
@@ -33,6 +34,7 @@ __all__ = [
     "ModeChange",
     "Phase",
     "Raised",
+    "ReadInFlight",
     "StepBegin",
     "StepEnd",
     "ZeroGrad",
@@ -139,11 +141,14 @@ class BackwardEnd(Event):
 @dataclass(frozen=True, slots=True)
 class BackwardAborted(Event):
     """A backward ended without its epilogue. ``raised`` tells an exception from a backward whose gradients all arrived
-    and that DeepSpeed never finished."""
+    and that DeepSpeed never finished; ``reducing``, an exception of DeepSpeed's reduction from one of autograd's.
+    ``twice`` are parameters of which that reduction got more than one gradient in this backward."""
 
     backward: int
     error: str
     raised: bool = True
+    reducing: bool = False
+    twice: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +205,16 @@ class HostRead(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ReadInFlight(Event):
+    """The host has begun to read memory that a copy from the device was still filling. ``reader`` and ``copier`` are
+    the lines that read and that started the copy, ``size`` its bytes. Only with ``detect`` of ``host_read``."""
+
+    reader: str
+    copier: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class GradientClip(Event):
     """The user clips by ``by``, a function of PyTorch's, which was given all parameters of the module: ``gradients`` of
     them have a gradient. ``limit`` is what it was told to clip at, if that could be seen."""
@@ -217,10 +232,18 @@ class GradientEdit(Event):
 @dataclass(frozen=True, slots=True)
 class GradientRead(Event):
     """The user reads a whole gradient through DeepSpeed (``safe_get_full_grad``). ``backwards`` is how many backwards
-    this window had so far: 0 after a step."""
+    this window had so far: 0 after a step. ``early`` says that the latest one was not at a boundary."""
 
     what: str
     backwards: int
+    early: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EditLost(Event):
+    """ZeRO-3: the user has written to gathered ``parameters``, and DeepSpeed is about to drop what was written."""
+
+    parameters: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

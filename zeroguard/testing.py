@@ -14,7 +14,7 @@ gradients race every time. Importing this module imports neither deepspeed nor l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields as fields_of
 from typing import Any, Literal
 
@@ -96,9 +96,12 @@ class ScriptedEngine:
         state: answer of :meth:`backward_state`.
         status: answer of :meth:`param_status`.
         stale: answer of :meth:`stale_parameters`.
+        uncleared: answer of :meth:`uncleared_parameters`.
+        partitioned: shape -> answer of :meth:`partitioned_parameters`.
         lost: answer of :meth:`lost_parameters`.
         idle: answer of :meth:`idle_parameters`.
         switched: answer of :meth:`switched_parameters`.
+        spoiled: answer of :meth:`spoiled_step`.
         order: answer of :meth:`gradient_order`.
         norm: answer of :meth:`grad_norm`.
         norms: answer of :meth:`grad_norms`; None, as after a step, makes it raise.
@@ -138,8 +141,11 @@ class ScriptedEngine:
         self.audit, self.update = GradientAudit(), UpdateAudit()
         self.actions: Mapping[str, str] = {}
         self.switched = Switched()
+        self.spoiled = 0
         self.order = 0
         self.norm: float | None = None
+        self.uncleared: tuple[str, ...] = ()
+        self.partitioned: dict[tuple[int, ...], tuple[str, ...]] = {}
 
     @property
     def asked(self) -> list[str]:
@@ -158,8 +164,12 @@ class ScriptedEngine:
         """LOCAL. The answer that a test wrote into ``norm``."""
         return self.norm
 
-    def switched_parameters(self) -> Switched:
+    def switched_parameters(self, *, every: bool = True) -> Switched:
         return self.switched
+
+    def spoiled_step(self, *, last: bool = False) -> int:
+        """LOCAL. The answer that a test wrote into ``spoiled``."""
+        return self.spoiled
 
     def gradient_order(self) -> int:
         return self.order
@@ -179,6 +189,12 @@ class ScriptedEngine:
 
     def stale_parameters(self) -> tuple[str, ...]:
         return self.stale
+
+    def uncleared_parameters(self) -> tuple[str, ...]:
+        return self.uncleared
+
+    def partitioned_parameters(self, shape: Sequence[int]) -> tuple[str, ...]:
+        return self.partitioned.get(tuple(shape), ())
 
     def lost_parameters(self) -> tuple[str, ...]:
         return self.lost
@@ -260,9 +276,9 @@ class ScriptedEngine:
         self.requests.append(("audit_gradients", (elements, seed)))
         return self.audit
 
-    def audit_update(self) -> UpdateAudit:
+    def audit_update(self) -> Callable[[], UpdateAudit]:
         """LOCAL. The answer that a test wrote into ``update``."""
-        return self.update
+        return lambda: self.update
 
     def sample_gradients(self, elements: int, seed: int) -> Sequence[Done]:
         return self._repair(Action.SAMPLE_GRADIENTS, elements, seed, needed=False)
@@ -275,6 +291,12 @@ class ScriptedEngine:
 
     def end_samples(self) -> Sequence[Done]:
         return self._repair(Action.END_SAMPLES, needed=False)
+
+    def loop_raised(self, error: BaseException) -> None:
+        """LOCAL. Nothing is left unseen here."""
+
+    def switch_off(self, guard: str) -> None:
+        self.actions = {name: action for name, action in self.actions.items() if name != guard}
 
     def divide_once(self) -> Sequence[Done]:
         return self._repair(Action.DIVIDE_ONCE)
@@ -367,15 +389,19 @@ class Script:
         by: By = "engine.backward",
         boundary: bool = True,
         over: int | Sequence[int] | None = None,
+        reducing: bool = False,
+        twice: Sequence[str] = (),
     ) -> Script:
-        """A backward that begins and does not reach its epilogue: it raises ``error``, or, with None, is only left."""
+        """A backward that begins and does not reach its epilogue: it raises ``error``, or, with None, is only left.
+        ``reducing`` and ``twice``: see :class:`zeroguard.events.BackwardAborted`."""
         self._begin(by, boundary, over)
         self._since_reset += 1
         self._unfinished = True
         if error is None:
-            return self._add(ev.BackwardAborted(self._backwards, "it never reached its epilogue"))
+            return self._add(ev.BackwardAborted(self._backwards, "it never reached its epilogue", raised=False))
         text = _text(error)
-        return self._add(ev.BackwardAborted(self._backwards, text), ev.Raised(ev.Phase.BACKWARD, text))
+        aborted = ev.BackwardAborted(self._backwards, text, True, reducing, tuple(twice))
+        return self._add(aborted, ev.Raised(ev.Phase.BACKWARD, text))
 
     def zero_grad(self, by: Literal["engine", "optimizer", "module"] = "engine") -> Script:
         """zero_grad. Like the backend, it says nothing when there is nothing to clear."""

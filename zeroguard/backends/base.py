@@ -6,7 +6,7 @@ here is COLLECTIVE so far: what zeroguard repairs, each rank repairs for its own
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -52,6 +52,8 @@ class EngineFacts:
         loss_scale: ``none``, ``static``, or ``dynamic``, where skipped updates are how the scale is found.
         unasked_clipping: the norm at which gradients are clipped although the configuration does not mention clipping;
             0 where it does, and where nothing is clipped.
+        adds_at_boundary: whether backwards at a boundary add up without an offloaded optimizer (before 0.17).
+        checks_gradients: whether DeepSpeed itself leaves a step out where a gradient is not finite.
     """
 
     stage: int
@@ -73,6 +75,8 @@ class EngineFacts:
     trains: bool = True
     loss_scale: str = "none"
     unasked_clipping: float = 0.0
+    adds_at_boundary: bool = False
+    checks_gradients: bool = True
 
     @property
     def offload(self) -> bool:
@@ -83,6 +87,13 @@ class EngineFacts:
     def layout(self) -> int | str:
         """Where gradients live: the stage, or ``bf16`` for BF16_Optimizer, which is a ZeRO-1 of its own."""
         return "bf16" if self.optimizer == "BF16_Optimizer" else self.stage
+
+    @property
+    def replaces_at_boundary(self) -> bool:
+        """Whether a further backward at a boundary takes the place of the one before; measured, see rhythm.md."""
+        if self.adds_at_boundary and not self.offload:
+            return False
+        return self.layout == 1 or (self.layout == 2 and not (self.offload and self.accumulation_steps > 1))
 
     def describe(self) -> str:
         """One phrase for texts, such as ``ZeRO-2, optimizer on cpu (pinned), bfloat16, 8 ranks``."""
@@ -139,16 +150,19 @@ class BackwardState:
     """The state that a backward leaves behind. At rest every number is 0 and ``unfinished`` is false.
 
     Attributes:
-        depth: backwards that DeepSpeed believes to be running.
+        depth: backwards that DeepSpeed believes to be running; not counted are those that it entered once more because
+            one loss was made of several forwards, which is harmless.
         hooks: parameter gradients that it still expects in the backward that it believes to be running.
         counters: modules whose backward counters are not zero (ZeRO-3).
         unfinished: a backward began and its epilogue never ran.
+        half_reduced: gradients of such a backward stand in DeepSpeed's buckets, or are marked there as reduced.
     """
 
     depth: int = 0
     hooks: int = 0
     counters: int = 0
     unfinished: bool = False
+    half_reduced: bool = False
 
     @property
     def at_rest(self) -> bool:
@@ -234,10 +248,12 @@ class Switched:
     Attributes:
         frozen: not to be trained, and moved by the optimizer.
         unfrozen: to be trained, frozen when the engine was guarded, and not in the optimizer.
+        left_out: to be trained, without a gradient in this window, and moved by the optimizer all the same.
     """
 
     frozen: tuple[str, ...] = ()
     unfrozen: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +290,14 @@ class Engine(Protocol):
         """LOCAL: whether a forward or a backward is running."""
         ...
 
+    def loop_raised(self, error: BaseException) -> None:
+        """LOCAL: the loop ends by this exception, which may have left a loss.backward() unseen."""
+        ...
+
+    def switch_off(self, guard: str) -> None:
+        """LOCAL, between two steps: this guard broke; do without it what is done without it."""
+        ...
+
     # -- reads ---------------------------------------------------------------------------------------------------
 
     def backward_state(self) -> BackwardState:
@@ -292,6 +316,16 @@ class Engine(Protocol):
         """LOCAL, stages 1 to 3: idle parameters whose accumulators still hold an earlier window's gradient."""
         ...
 
+    def uncleared_parameters(self) -> tuple[str, ...]:
+        """LOCAL, stages 1 to 3: parameters of which zero_grad threw a gradient away in this window, and step() would
+        consume it all the same."""
+        ...
+
+    def partitioned_parameters(self, shape: Sequence[int]) -> tuple[str, ...]:
+        """LOCAL, stage 3: parameters of that shape that are partitioned now, and so empty; frozen ones, if there are
+        any."""
+        ...
+
     def lost_parameters(self) -> tuple[str, ...]:
         """LOCAL, stages 1 and 2 offloaded, 3 offloaded: reached in this window, but not what step() consumes."""
         ...
@@ -301,13 +335,20 @@ class Engine(Protocol):
         with the same arguments) with what the optimizer is about to consume."""
         ...
 
-    def audit_update(self) -> UpdateAudit:
-        """LOCAL, stages 1 to 3, right after an audited step that was applied: the sampled weights, before and
-        after."""
+    def audit_update(self) -> Callable[[], UpdateAudit]:
+        """LOCAL, stages 1 to 3, right after an audited step that was applied: compares the sampled weights, before and
+        after. To call what it returns waits for the device; later it need not wait."""
         ...
 
-    def switched_parameters(self) -> Switched:
-        """LOCAL, stages 0 to 3: one pass over requires_grad of all parameters."""
+    def switched_parameters(self, *, every: bool = True) -> Switched:
+        """LOCAL, stages 0 to 3, before a step: one pass over requires_grad of all parameters, or, without ``every``, of
+        those that no backward of this window reached (none where that is not known: stage 0)."""
+        ...
+
+    def spoiled_step(self, *, last: bool = False) -> int:
+        """LOCAL, stages 0 to 3, not with NVMe: look at samples of the master weights; the first look, before the first
+        step, tells which are finite then. Returns the step after which one no longer was, 0 for none so far. On an
+        accelerator the answer comes with the next look, which waits for nothing; ``last``: with no look."""
         ...
 
     def gradient_order(self) -> int:

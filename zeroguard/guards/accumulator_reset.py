@@ -44,7 +44,13 @@ class AccumulatorResetGuard(Guard):
         self.repair = config.action == "repair"
         self.untouched = config.idle == "untouched" and self.repair
         self.overwritten = 0
+        self.at_boundary = False  # a backward of this window was, and was not cleared since
+        self.cleared = ""  # who called zero_grad in this window
+        self.empty = False  # and no backward has come since
+        self.in_the_way = False  # zero_grad came after a backward at a boundary, and none has ended since
         self.reported: set[str] = set()
+        facts = engine.facts
+        self.collective = self.repair and (facts.overlap_comm or (self.untouched and facts.stage == 3))
 
     @classmethod
     def choose(cls, facts: EngineFacts, config: Any) -> Choice:
@@ -64,41 +70,56 @@ class AccumulatorResetGuard(Guard):
             ev.BackwardBegin: self._begin,
             ev.BackwardReduce: self._reduce,
             ev.BackwardEnd: self._end,
+            ev.BackwardAborted: self._aborted,
             ev.ZeroGrad: self._zero_grad,
             ev.StepBegin: self._step_begin,
             ev.StepEnd: self._step_end,
         }
 
     def _begin(self, event: ev.BackwardBegin) -> Iterable[Outcome]:
-        if event.after_boundary:
-            if self.repair:
+        if self.repair:
+            if event.after_boundary:
                 yield Request(Action.CARRY)
-            else:
-                self.overwritten += 1
+        elif self.engine.facts.replaces_at_boundary:
+            self.overwritten += self.at_boundary
 
     def _reduce(self, event: ev.BackwardReduce) -> Iterable[Outcome]:
         if self.repair:
             yield Request(Action.FLUSH_PENDING, (event.boundary,))
 
+    def owes(self, event: ev.Event) -> Iterable[Request]:
+        # ZeRO-1's left-out reduction; and where a shelved ZeRO-3 parameter stands decides whether it is gathered again.
+        if self.repair and isinstance(event, ev.BackwardReduce):
+            yield Request(Action.FLUSH_PENDING, (event.boundary,))
+        if self.untouched and isinstance(event, ev.StepBegin):
+            yield Request(Action.SHELVE_IDLE)
+        if self.untouched and isinstance(event, ev.StepEnd):
+            yield Request(Action.UNSHELVE_IDLE)
+
     def _end(self, event: ev.BackwardEnd) -> Iterable[Outcome]:
         self.checks += 1
+        self.at_boundary = self.at_boundary or event.boundary
+        self.in_the_way = self.empty = False
         if self.repair:
             yield Request(Action.SETTLE, (event.boundary,))
+
+    def _aborted(self, event: ev.BackwardAborted) -> Iterable[Outcome]:
+        """Some releases do not overwrite what an earlier backward at a boundary left, but trip over it."""
+        if self.overwritten and event.reducing and not self.repair:
+            yield from self._overwritten(f"DeepSpeed's reduction raised {event.error}")
+        elif self.in_the_way and event.reducing and not event.twice:
+            yield from self._uncleared((), f"DeepSpeed's reduction of the next backward raised {event.error}")
 
     def _zero_grad(self, event: ev.ZeroGrad) -> Iterable[Outcome]:
         self.checks += 1
         if self.repair:
             yield Request(Action.CLEAR)
         elif event.backwards:
-            yield from self._report(
-                "zero_grad_incomplete",
-                (),
-                expected=f"{event.by}.zero_grad() clears the gradients of the window",
-                seen=f"{event.backwards} backward(s) of this window stay in ZeRO's accumulators",
-                effect="gradients that you cleared are still added, or consumed by the step",
-                cause="zero_grad clears .grad only; ZeRO has moved the gradients elsewhere by then",
-                remedy=REMEDY,
-            )
+            self.cleared = self.cleared or event.by
+            self.empty = True
+            facts = self.engine.facts
+            self.in_the_way = self.in_the_way or (self.at_boundary and facts.replaces_at_boundary and not facts.offload)
+        self.overwritten, self.at_boundary = 0, False
 
     def _step_begin(self, event: ev.StepBegin) -> Iterable[Outcome]:
         self.checks += 1
@@ -107,8 +128,15 @@ class AccumulatorResetGuard(Guard):
             if self.untouched:
                 yield Request(Action.SHELVE_IDLE)
             return
-        overwritten, self.overwritten = self.overwritten, 0
+        uncleared = self.engine.uncleared_parameters() if self.cleared else ()
         stale, lost = self.engine.stale_parameters(), self.engine.lost_parameters()
+        if uncleared:
+            stale = tuple(name for name in stale if name not in uncleared)
+            yield from self._uncleared(
+                uncleared, "these parameters move with a gradient that you cleared, or with one that was added to it"
+            )
+        elif self.empty and self.engine.facts.layout in (1, 2) and not self.engine.facts.offload:
+            yield from self._uncleared((), "DeepSpeed steps it, or finds nothing to step and crashes")
         if stale:
             yield from self._report(
                 "stale_gradient",
@@ -129,16 +157,32 @@ class AccumulatorResetGuard(Guard):
                 cause="ZeRO copies only the parameters that the boundary backward reached",
                 remedy=f"{REMEDY}; or let the last backward of the window reach them all",
             )
-        if overwritten:
-            yield from self._report(
-                "overwritten_gradient",
-                (),
-                expected="several backwards before one step add up",
-                seen=f"{overwritten + 1} backwards at an accumulation boundary before one step",
-                effect="only the last backward's gradient is applied",
-                cause="at gradient_accumulation_steps = 1 every backward is a boundary and replaces the one before",
-                remedy=f"{REMEDY}; or set gradient_accumulation_steps to that number",
-            )
+        if self.overwritten:
+            yield from self._overwritten("only the last backward's gradient is applied")
+
+    def _uncleared(self, subject: tuple[str, ...], effect: str) -> Iterable[Outcome]:
+        yield from self._report(
+            "zero_grad_incomplete",
+            subject,
+            expected=f"{self.cleared}.zero_grad() clears the gradients of the window",
+            seen="what it threw away is still in ZeRO's accumulators",
+            effect=effect,
+            cause="zero_grad clears .grad only; ZeRO has moved the gradients elsewhere by then",
+            remedy=REMEDY,
+        )
+
+    def _overwritten(self, effect: str) -> Iterable[Outcome]:
+        number = self.overwritten + 1
+        self.overwritten = 0
+        yield from self._report(
+            "overwritten_gradient",
+            (),
+            expected="several backwards before one step add up",
+            seen=f"{number} backwards at an accumulation boundary before one step",
+            effect=effect,
+            cause="at gradient_accumulation_steps = 1 every backward is a boundary and replaces the one before",
+            remedy=f"{REMEDY}; or set gradient_accumulation_steps to that number",
+        )
 
     def _report(self, kind: str, subject: tuple[str, ...], **text: Any) -> Iterable[Outcome]:
         """Once a kind: the first contaminated step says it all."""
@@ -148,5 +192,7 @@ class AccumulatorResetGuard(Guard):
 
     def _step_end(self, event: ev.StepEnd) -> Iterable[Outcome]:
         self.step = event.step
+        self.overwritten, self.at_boundary, self.cleared = 0, False, ""
+        self.empty = self.in_the_way = False
         if self.untouched:
             yield Request(Action.UNSHELVE_IDLE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -26,6 +27,14 @@ EVERYWHERE: tuple[CheckPoint, ...] = (
     "before_checkpoint",
 )
 MIB = 2**20
+#: What PyTorch says where a graph, or a checkpoint's second run, meets a parameter that is partitioned: of size 0.
+_EMPTY_GRADIENT = re.compile(
+    r"returned an invalid gradient at index \d+ - got \[0\] but expected shape .*\[([\d, ]+)\]"
+)
+_EMPTY_AGAIN = re.compile(
+    r"saved metadata: \{'shape': torch\.Size\(\[([\d, ]+)\]\)[^\n]*\n"
+    r"recomputed metadata: \{'shape': torch\.Size\(\[0\]\)"
+)
 
 
 class ParamStatusConfig(GuardModel):
@@ -103,8 +112,46 @@ class ParamStatusGuard(Guard):
     def _raised(self, event: ev.Raised) -> Iterable[Outcome]:
         """Look only: a gather that another rank never launched must not be waited for."""
         self.checks += 1
+        if event.phase is ev.Phase.BACKWARD:
+            yield from self._empty(event.error)
         if not self.repair:
             yield from self._judge(self.engine.param_status(), f"after an exception in {event.phase.value}")
+
+    def _empty(self, error: str) -> Iterable[Outcome]:
+        """An exception that only a parameter of size 0 explains."""
+        again = _EMPTY_AGAIN.search(error)
+        found = again or _EMPTY_GRADIENT.search(error)
+        if found is None:
+            return
+        subject = self.engine.partitioned_parameters([int(n) for n in found[1].split(",") if n.strip()])
+        if subject and again:
+            yield self.finding(
+                "recomputed_without_parameter",
+                "error",
+                subject=subject,
+                expected="a checkpoint's second run, in the backward, finds the parameters gathered as the first did",
+                seen=f"{error.partition(':')[0]}: of shape [{found[1]}] in the first run, and of size 0, which is "
+                "partitioned, in the second",
+                effect="no backward of this model gets through",
+                cause="DeepSpeed up to 0.19.2 gathers in a backward for modules that a gradient passes; a module whose "
+                "parameters are frozen is not among them",
+                remedy="use DeepSpeed 0.19.8; or checkpoint with use_reentrant=True; or leave these trainable, in a "
+                'group of their own:\n      {"params": frozen, "lr": 0.0, "weight_decay": 0.0}',
+            )
+        elif subject:
+            yield self.finding(
+                "partitioned_parameter_used",
+                "error",
+                subject=subject,
+                expected="a loss is made of what the model returned",
+                seen=f"it is also made of a parameter of shape [{found[1]}] that was partitioned, of size 0, by then: "
+                f"{error}",
+                effect="the backward breaks off; what was computed from the parameter was computed from nothing",
+                cause="ZeRO-3 keeps a parameter whole only while its module's forward runs; a penalty over "
+                "model.parameters() in the loop comes later",
+                remedy="leave an L2 penalty to the optimizer's weight_decay; or compute it inside the forward of the "
+                "module that owns the parameter, and return it",
+            )
 
     def _check(self, where: str, count: bool = False) -> Iterable[Outcome]:
         self.checks += 1
@@ -132,7 +179,8 @@ class ParamStatusGuard(Guard):
                 cause="a gather was started or released outside DeepSpeed's own forward and backward",
                 remedy="use deepspeed.zero.GatheredParameters instead of param.all_gather() and param.partition()",
             )
-        elif not self.repair and (status.in_flight or status.registry or status.active):
+        elif not self.repair and (status.in_flight or status.registry):
+            # A claim alone is what the first module keeps between two micro-batches, up to DeepSpeed 0.19.2.
             yield self.finding(
                 "in_flight",
                 "warning" if self.config.action == "warn" else "error",

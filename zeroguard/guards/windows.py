@@ -17,6 +17,8 @@ __all__ = ["Windows"]
 FORGOTTEN_AT_CLOSE, FORGOTTEN = 10, 1000
 #: Windows in a row, and clears in them, that no skipping of bad batches explains.
 WINDOWS, CLEARS = 2, 3
+#: Windows cut short by zero_grad, all of them after a multiple of the micro-batches before the first: ends of epochs.
+SHORT = 3
 _CARRIED = "they are added to the next epoch's first window"
 
 
@@ -30,6 +32,8 @@ class Windows(Watcher):
         self.called = False  # any step, of the engine or of its optimizer
         self.untouched = 0  # backwards since the last step, zero_grad or read
         self.streak: list[int] = []
+        self.micro_batches = 0  # that engine.step() has counted
+        self.cut: list[int] = []  # how many it had where zero_grad cut a window short
         self._next_window()
 
     def _next_window(self) -> None:
@@ -41,6 +45,7 @@ class Windows(Watcher):
         self.aborted = False
         self.clears = 0
         self.counted = 0  # micro-batches that engine.step() has counted
+        self.cut_now = 0  # how many it had in all where zero_grad threw some away
         self.open = 0
 
     def handlers(self) -> dict[type[ev.Event], Any]:
@@ -76,7 +81,8 @@ class Windows(Watcher):
 
     def _aborted(self, event: ev.BackwardAborted) -> Iterable[Seen]:
         self.aborted = True
-        return ()
+        if event.reducing:  # a release that does not replace what stands there, but trips over it
+            yield from self._overwritten()
 
     def _read(self, event: ev.GradientRead) -> Iterable[Seen]:
         self.untouched = 0
@@ -85,6 +91,8 @@ class Windows(Watcher):
     def _zero_grad(self, event: ev.ZeroGrad) -> Iterable[Seen]:
         # engine, optimizer and module may each be told to clear; they clear the same backwards.
         self.clears += self.waiting > 0
+        if self.waiting and self.open:
+            self.cut_now = self.micro_batches
         self.waiting = self.untouched = self.replaced = 0
         self.at_boundary = False
         return ()
@@ -92,6 +100,7 @@ class Windows(Watcher):
     def _counts(self, event: ev.MicroBatchEnd) -> Iterable[Seen]:
         self.called = True
         self.counted += 1
+        self.micro_batches += 1
         self.open = event.open
         return ()
 
@@ -99,16 +108,17 @@ class Windows(Watcher):
         self.called = True
         if not self.steps and not event.backwards:
             self.blind = True
-        if self.replaced and not self.engine.actions.get("accumulator_reset") and self._replaces():
-            yield Seen("overwritten_gradient", "error", {"n": self.replaced + 1})
+        yield from self._overwritten()
         if self.steps and not (self.blind or event.backwards or self.backwards or self.aborted):
             yield from self._empty(event)
         yield from self._cleared()
+        yield from self._short(event)
 
-    def _replaces(self) -> bool:
-        """Whether a further backward at a boundary takes the place of the one before; measured, see the docs."""
-        facts = self.engine.facts
-        return facts.layout == 1 or (facts.layout == 2 and not (facts.offload and facts.accumulation_steps > 1))
+    def _overwritten(self) -> Iterable[Seen]:
+        """Where accumulator_reset is at work, it adds up, or says this itself."""
+        alone = not self.engine.actions.get("accumulator_reset")
+        if self.replaced and alone and self.engine.facts.replaces_at_boundary:
+            yield Seen("overwritten_gradient", "error", {"n": self.replaced + 1})
 
     def _empty(self, event: ev.StepBegin) -> Iterable[Seen]:
         """A step, and no backward since the last one."""
@@ -138,8 +148,21 @@ class Windows(Watcher):
                 effect = f"none so far, as ZeRO's accumulators ignore it; in PyTorch, on ZeRO-0 and 1, {only}"
             yield Seen("cleared_every_micro_batch", "warning", {"windows": len(self.streak), "effect": effect})
 
+    def _short(self, event: ev.StepBegin) -> Iterable[Seen]:
+        """zero_grad has thrown micro-batches away, and DeepSpeed still counts them. A bad batch that is left out looks
+        the same, but not at every so many micro-batches."""
+        facts = self.engine.facts
+        clears = self.repaired or facts.stage == 0 or (facts.layout == 1 and not facts.offload)
+        if not (self.cut_now and self.waiting and clears and event.by == "engine.step"):
+            return
+        self.cut.append(self.cut_now)
+        first, steps = self.cut[0], facts.accumulation_steps
+        if len(self.cut) >= SHORT and first > steps and not any(number % first for number in self.cut):
+            yield Seen("short_window", "warning", {"n": self.waiting, "steps": steps, "every": first})
+
     def _step_end(self, event: ev.StepEnd) -> Iterable[Seen]:
         self.steps += 1
+        self.micro_batches += 1
         self.untouched = 0
         self._next_window()
         return ()

@@ -87,6 +87,40 @@ def loss_backward(bench: Bench) -> None:
             bench.compare()
 
 
+def handled_exception(bench: Bench) -> None:
+    """A backward that breaks off before its first gradient, a zero_grad, and on with the next batch."""
+
+    def breaks(grad: torch.Tensor) -> None:
+        raise ValueError("before the first gradient")
+
+    engine = bench.build(Mlp())
+    with bench.guarded():
+        for step in bench.steps(4):
+            loss = bench.forward(step)
+            if step == 1:
+                loss.register_hook(breaks)
+            try:
+                engine.backward(loss)
+            except ValueError:
+                engine.zero_grad()
+                engine.optimizer.zero_grad()
+                continue
+            engine.step()
+            bench.expect(step)
+            bench.compare()
+
+
+def summed_backwards(bench: Bench) -> None:
+    """Several times forward and backward before one step, on ZeRO-3, which adds them up."""
+    engine = bench.build(Mlp())
+    with bench.guarded():
+        for step in bench.steps(3):
+            for number in range(3):
+                bench.micro(10 * step + number, step=False)
+            engine.step()
+            bench.compare()
+
+
 def two_forwards(bench: Bench) -> None:
     """Two forwards, one backward of the sum of their losses."""
 

@@ -90,9 +90,10 @@ def epoch_ends_early(bench: Bench, clear: bool = False) -> None:
     """Epochs of six micro-batches with four accumulation steps; what is left over is to be dropped. ``clear``: the loop
     calls zero_grad there; else a trainer's integration says that the epoch is over. Healthy: epochs of eight."""
     length = 8 if bench.healthy else 6
+    epochs = 6 if clear else 2
     engine = bench.build(Mlp(), gas=4)
     with bench.guarded() as session:
-        for epoch in bench.steps(2):
+        for epoch in bench.steps(epochs):
             for number in range(length):
                 bench.micro(10 * epoch + number)
                 if number % 4 == 3:

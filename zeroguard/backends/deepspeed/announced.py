@@ -191,6 +191,7 @@ class Announced(Course):
         if tracker.running is None and (tracker.in_window or tracker.unfinished):
             self._waiting = frozenset()
             self.emit(ev.ZeroGrad("engine", tracker.in_window))
+            self._discard()
 
     def before_step_call(self) -> None:
         """engine.step() comes next. It steps the optimizer at a boundary only."""

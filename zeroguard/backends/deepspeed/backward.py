@@ -45,6 +45,7 @@ class Backward:
     boundary: bool
     prologue_done: bool = False
     reduces: bool = True  # False: no parameter received a gradient
+    reducing: bool = False  # DeepSpeed's own reduction raised, or runs
     forwards: set[int] = field(default_factory=set)
 
 
@@ -79,6 +80,8 @@ class BackwardTracker:
         self.at_boundary = False
         self.unfinished = False
         self.pending_forward = False
+        self.harmless = 0  # DeepSpeed's count of running backwards where nothing runs, and that says nothing
+        self.unmet = 0  # parameter gradients that a backward that broke off has left it waiting for
 
     # -- forwards ------------------------------------------------------------------------------------------------------
 
@@ -116,6 +119,7 @@ class BackwardTracker:
         """A root graph task begins."""
         self.count += 1
         self.running = Backward(self.count, by, task, boundary)
+        self.unmet = 0
         self.pending_forward = False
         return self.running
 
@@ -152,6 +156,14 @@ class BackwardTracker:
             self.unfinished = True
             self.at_boundary = False
             self.since_reset += 1
+            self.excuse()
+
+    def excuse(self) -> None:
+        """A backward was entered more often than it was left, for a reason that is known: its loss was made of several
+        forwards, or it raised."""
+        state = self.hook_state
+        self.harmless = 0 if state is None else state.backward_active_depth
+        self.unmet = 0 if state is None else state.remaining_grad_acc_hooks
 
     def reset_window(self) -> None:
         """An optimizer step or zero_grad."""
@@ -173,11 +185,23 @@ class BackwardTracker:
         if self.modules and not self.pending_forward:
             counters = sum(1 for m in self.modules if m.__dict__.get(_VISITS, 0) or m.__dict__.get(_GRADS, 0) > 0)
         return BackwardState(
-            depth=0 if state is None else state.backward_active_depth,
-            hooks=0 if state is None else state.remaining_grad_acc_hooks,
+            depth=0 if state is None else max(0, state.backward_active_depth - self.harmless),
+            hooks=0 if state is None else max(0, state.remaining_grad_acc_hooks - self.unmet),
             counters=counters,
             unfinished=self.unfinished,
+            half_reduced=self._half_reduced(),
         )
+
+    def _half_reduced(self) -> bool:
+        """Whether DeepSpeed's buckets hold gradients, or its marks say that some are reduced already: so they do in the
+        middle of a backward, and after one that raised."""
+        opt = self.optimizer
+        if any(bucket.params for bucket in getattr(opt, "ipg_buckets", {}).values()):
+            return True
+        if getattr(opt, "params_in_ipg_bucket", ()):  # up to 0.16 there is one bucket
+            return True
+        marks = getattr(opt, "params_already_reduced", ())
+        return any(marks.values() if isinstance(marks, dict) else marks)
 
     def rearm(self, prologue: Callable[[], None] | None) -> list[Done]:
         """Let DeepSpeed see the running backward as a micro-step of its own."""
@@ -186,7 +210,7 @@ class BackwardTracker:
             # Counts the backward before as a micro-step (ZeRO-3), drops its reduced fp32 accumulators (ZeRO-1/2), and
             # forgets its queued callback: what DeepSpeed otherwise does at the next forward.
             self.optimizer.clear_backward_seen_flag()
-            state.backward_active_depth = 0
+            state.backward_active_depth = self.harmless = 0
             state.remaining_grad_acc_hooks = 0
         self.since_reset = 0
         if prologue is not None:
@@ -213,7 +237,7 @@ class BackwardTracker:
         """Leave a backward that never reached its epilogue; a forward that ran since keeps its announced visits."""
         state = self.hook_state
         if state is not None:
-            state.backward_active_depth = 0
+            state.backward_active_depth = self.harmless = 0
             state.remaining_grad_acc_hooks = 0
         self.unfinished = False
 
@@ -224,7 +248,7 @@ class BackwardTracker:
         if state is not None:
             leaked = bool(state.backward_active_depth or state.remaining_grad_acc_hooks)
             state.reset_for_new_step()
-            state.backward_active_depth = 0
+            state.backward_active_depth = self.harmless = 0
             state.remaining_grad_acc_hooks = 0
         if self.modules and not self.pending_forward:
             for module in self.modules:

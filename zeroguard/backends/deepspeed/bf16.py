@@ -20,6 +20,7 @@ class Bf16Accumulators(Accumulators):
 
     def __init__(self, engine: Any, names: dict[int, str]) -> None:
         super().__init__(engine, names)
+        self.cleared = False  # by us, and no backward since
         self.params = {id(p): (p, g) for g, group in enumerate(self.optimizer.bf16_groups) for p in group}
 
     def trainable(self) -> set[int]:
@@ -30,11 +31,33 @@ class Bf16Accumulators(Accumulators):
             self.now.update(id(p) for p, has in zip(params, flags, strict=True) if has)
         super().closed_backward(boundary)
 
+    def discard(self) -> None:
+        super().discard()
+        held: set[int] = set()
+        for params, flags in zip(self.optimizer.bf16_groups, self.optimizer.fp32_groups_has_gradients, strict=True):
+            held.update(id(p) for p, has in zip(params, flags, strict=True) if has)
+        self.thrown &= held
+
+    def uncleared(self) -> set[int]:
+        return set(self.thrown)
+
+    def consumed(self) -> None:
+        super().consumed()
+        flags = self.optimizer.fp32_groups_has_gradients
+        if self.cleared and not any(map(any, flags)):
+            # A step after zero_grad without a backward: DeepSpeed takes no norm of nothing, but one of zeros.
+            flags[:] = [[True] * len(group) for group in flags]
+
+    def reset_window(self) -> None:
+        super().reset_window()
+        self.cleared = False
+
     def clear(self) -> list[Done]:
         had = self.named(self.entered | self.now)
         self.optimizer.clear_lp_grads(set_to_none=True)
         self.optimizer.clear_hp_grads()
         self.reset_window()
+        self.cleared = True
         return [Done("accumulators_cleared", had, "zero_grad cleared what ZeRO had accumulated outside .grad.")]
 
     def shelve_idle(self) -> list[Done]:

@@ -7,6 +7,7 @@ outputs of a forward; it is seen to end in DeepSpeed's epilogue.
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,12 @@ from zeroguard.backends.deepspeed.rhythm import Rhythm
 __all__ = ["Course"]
 
 
+def _from_autograd(error: BaseException) -> bool:
+    """Whether this exception came out of a backward of PyTorch's."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(str(frame.f_globals.get("__name__", "")).startswith("torch.autograd") for frame in frames)
+
+
 class Course(Rhythm):
     """Wrappers of forward, backward and step."""
 
@@ -26,6 +33,9 @@ class Course(Rhythm):
         tracker = self.tracker
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            running = tracker.running
+            if running is not None and running.by == "loss.backward" and torch._C._current_graph_task_id() < 0:
+                self._abort(None)  # it is over: it raised, or DeepSpeed has left its epilogue out
             grad = torch.is_grad_enabled()
             nested = tracker.depth > 0
             self.emit(ev.ForwardBegin(tracker.forwards + 1, self.engine.module.training, grad, nested))
@@ -112,7 +122,7 @@ class Course(Rhythm):
                 self._before_step()
             self.in_step = True
             # The step reads what it has waited for itself, or what the guard has just waited for.
-            self.copies.hot += 1
+            self.copies.enter()
             try:
                 out = original(*args, **kwargs)
             except BaseException as error:
@@ -120,7 +130,7 @@ class Course(Rhythm):
                 raise
             finally:
                 self.in_step = False
-                self.copies.hot -= 1
+                self.copies.leave()
             applied = not bool(getattr(self.optimizer, "overflow", False))
             self.accumulators.reset_window()
             tracker.reset_window()
@@ -252,7 +262,9 @@ class Course(Rhythm):
                     self.accumulators.put_back()
             else:
                 self.emit(ev.BackwardReduce(running.number, running.boundary))
+                running.reducing = True
                 out = original(*args, **kwargs)
+                running.reducing = False
             if running.by == "loss.backward":
                 self._end()
             return out
@@ -282,6 +294,8 @@ class Course(Rhythm):
         if running is None:
             return
         self.accumulators.closed_backward(running.boundary)
+        if len(running.forwards) > 1 and "retained_graph" not in self.repairing:
+            self.tracker.excuse()  # DeepSpeed entered this backward once a forward, and left it once
         self.tracker.end()
         self.emit(ev.BackwardEnd(running.number, running.boundary))
 
@@ -291,7 +305,9 @@ class Course(Rhythm):
             return
         self.tracker.abort()
         text = "it never reached its epilogue" if error is None else f"{type(error).__name__}: {error}"
-        self.emit(ev.BackwardAborted(running.number, text, error is not None))
+        reducing = running.reducing and error is not None
+        twice = self.accumulators.named(self.accumulators.twice) if reducing else ()
+        self.emit(ev.BackwardAborted(running.number, text, error is not None, reducing, twice))
         if error is not None:
             self._raised(ev.Phase.BACKWARD, error)
 
@@ -300,6 +316,17 @@ class Course(Rhythm):
 
         def reduce(param: Any, *args: Any) -> Any:
             enter(param)
-            return original(param, *args)
+            try:
+                return original(param, *args)
+            except BaseException:
+                if self.tracker.running is not None:
+                    self.tracker.running.reducing = True
+                raise
 
         return reduce
+
+    def loop_raised(self, error: BaseException) -> None:
+        """The exception of a loss.backward() passes through PyTorch and the loop, and nothing of DeepSpeed's."""
+        running = self.tracker.running
+        if running is not None and running.by == "loss.backward" and torch._C._current_graph_task_id() < 0:
+            self._abort(error if _from_autograd(error) else None)

@@ -15,7 +15,7 @@ from typing import Any
 
 from zeroguard.backends.deepspeed.attributes import version_tuple
 
-__all__ = ["drops_micro_batches", "keep_micro_batches", "replaces_micro_batches"]
+__all__ = ["adds_at_boundary", "drops_micro_batches", "keep_micro_batches", "replaces_micro_batches"]
 
 
 def drops_micro_batches(version: str) -> bool:
@@ -23,17 +23,22 @@ def drops_micro_batches(version: str) -> bool:
     return version_tuple(version) < (0, 19, 0)
 
 
+def adds_at_boundary(version: str) -> bool:
+    """Whether backwards at a boundary add up in this release, on the device; in later ones the last one counts."""
+    return version_tuple(version) < (0, 17, 0)
+
+
 def replaces_micro_batches(version: str) -> bool:
     """Whether the accumulation on the device of this release keeps only the last non-boundary micro-batch."""
     return (0, 17, 0) <= version_tuple(version) < (0, 18, 3)
 
 
-def keep_micro_batches(optimizer: Any, method: Callable[..., None]) -> None:
-    """Wrap the two methods that accumulate offloaded gradients so that every micro-batch counts."""
+def keep_micro_batches(optimizer: Any, method: Callable[..., None], active: Callable[[], bool]) -> None:
+    """Wrap the two methods that accumulate offloaded gradients so that every micro-batch counts, while ``active``."""
 
     def keep_sum(original: Callable[..., Any]) -> Callable[..., Any]:
         def accumulate(param: Any) -> Any:
-            later = optimizer.micro_step_id > 0
+            later = optimizer.micro_step_id > 0 and active()
             out = original(param)
             if later:
                 # The release added the earlier sum to this gradient and forgot to store the result.
@@ -48,7 +53,7 @@ def keep_micro_batches(optimizer: Any, method: Callable[..., None]) -> None:
     def accumulate_always(original: Callable[..., Any]) -> Callable[..., Any]:
         def copy(param: Any, *args: Any) -> Any:
             more = optimizer.micro_step_id > 0 or not optimizer.is_gradient_accumulation_boundary
-            if optimizer.gradient_accumulation_steps <= 1 and more and optimizer.partition_gradients:
+            if optimizer.gradient_accumulation_steps <= 1 and more and optimizer.partition_gradients and active():
                 optimizer.async_accumulate_grad_in_cpu_via_gpu(param)
             return original(param, *args)
 

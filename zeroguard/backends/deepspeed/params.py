@@ -62,6 +62,12 @@ class ParamWatch:
             gathered=tuple(gathered),
         )
 
+    def partitioned(self, shape: tuple[int, ...]) -> tuple[str, ...]:
+        """Parameters of that shape that are partitioned now; only the frozen ones, if there are any."""
+        away = getattr(type(self.in_flight), "NOT_AVAILABLE", None)
+        found = [(name, p) for name, p in self.params if p.ds_status is away and tuple(p.ds_shape) == shape]
+        return tuple(name for name, p in found if not p.requires_grad) or tuple(name for name, _ in found)
+
     def _quiet(self) -> bool:
         """One pass without an allocation: whether each parameter is partitioned, or persistent, and unclaimed."""
         flying, available = self.in_flight, self.available

@@ -31,14 +31,24 @@ class Accumulators:
         #: parameters whose gradient entered in the running backward, and in this window
         self.now: set[int] = set()
         self.entered: set[int] = set()
+        #: entered more than once in the running backward
+        self.twice: set[int] = set()
+        #: entered in this window, and thrown away by zero_grad since
+        self.thrown: set[int] = set()
         self.first = True
+        managed = getattr(engine, "managed_gradient_accumulation", None)
+        #: the step hands over what no boundary has
+        self.unmanaged = managed is not None and not managed()
         #: copies of idle parameters' slices: (place, value), and slices whose optimizer state did not exist yet
         self.shelf: list[tuple[Any, torch.Tensor]] = []
         self.stateless: list[tuple[Any, int, int]] = []
 
     def enter(self, param: Any) -> None:
         """Called by DeepSpeed's reduction for each gradient. Hot."""
-        self.now.add(id(param))
+        key = id(param)
+        if key in self.now:
+            self.twice.add(key)
+        self.now.add(key)
 
     def began(self, boundary: bool) -> None:
         """A backward begins; ``first`` tells whether it overwrites or adds."""
@@ -47,6 +57,13 @@ class Accumulators:
         """The optimizer step consumed the gradients."""
         self.entered.clear()
         self.now.clear()
+        self.twice.clear()
+        self.thrown.clear()
+
+    def discard(self) -> None:
+        """zero_grad was called. Where a guard has cleared, nothing is left to be noted here."""
+        self.thrown |= self.entered
+        self.entered.clear()
 
     def named(self, keys: set[int] | Sequence[int]) -> tuple[str, ...]:
         """Names, in the model's order."""
@@ -63,6 +80,10 @@ class Accumulators:
 
     def stale(self) -> set[int]:
         """Idle parameters whose slice may hold an earlier window's gradient."""
+        return set()
+
+    def uncleared(self) -> set[int]:
+        """Parameters whose gradient zero_grad threw away, and the step would consume."""
         return set()
 
     def lost(self) -> set[int]:
@@ -89,6 +110,7 @@ class Accumulators:
         """Bookkeeping at the end of a backward, whether or not a guard settles it."""
         self.entered |= self.now
         self.now.clear()
+        self.twice.clear()
 
     def consumed(self) -> None:
         """The step is about to consume: what entered outside a backward (coalesced reduction) and what DeepSpeed's own

@@ -77,6 +77,12 @@ class BackendState:
         self.accumulators = Accumulators(engine, self.names)
         self.reading = GradientReader(self)
 
+    def _discard(self) -> None:
+        """zero_grad was called, and the guards have done what they do: what is left is thrown away, as the loop sees
+        it."""
+        self.accumulators.discard()
+        self.tracker.unfinished = False
+
     def _abort(self, error: BaseException | None) -> None:
         """The running backward ended without its epilogue. See Course."""
         raise NotImplementedError

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from zeroguard.backends.base import Done
-from zeroguard.backends.deepspeed.older import replaces_micro_batches
+from zeroguard.backends.deepspeed.older import adds_at_boundary, drops_micro_batches, replaces_micro_batches
 from zeroguard.backends.deepspeed.plain import Accumulators
 
 __all__ = ["Zero12Accumulators"]
@@ -42,7 +42,8 @@ class Zero12Accumulators(Accumulators):
         # The list object may be replaced by one that waits; the parameters in it stay.
         self.masters = list(opt.single_partition_of_fp32_groups)
         self.owned = {id(p): (p, g) for g, group in enumerate(opt.params_in_partition) for p in group}
-        self.params = {id(p): (p, g) for g, group in enumerate(opt.bit16_groups) for p in group}
+        known = self.owned  # its entries serve twice
+        self.params = {id(p): known.get(id(p)) or (p, g) for g, group in enumerate(opt.bit16_groups) for p in group}
         self.cpu = getattr(opt, "accumulated_grads_in_cpu", {})
         #: attached in the middle of a window: what it reached before is not known, so nothing of it counts as idle
         self.unknown = opt.micro_step_id >= 0
@@ -57,6 +58,16 @@ class Zero12Accumulators(Accumulators):
         self.last: set[int] = set()
         self.zeroed: set[int] = set()
         self.carried: dict[int, Any] = {}
+        #: what a further backward adds to; what of it zero_grad threw away; what was added to that
+        self.adds = adds_at_boundary(version) and not self.offload
+        self.keeps = self.partitions and not (drops_micro_batches(version) and opt.gradient_accumulation_steps <= 1)
+        self.added: set[int] = set()
+        self.left: set[int] = set()
+        self.mixed: set[int] = set()
+        #: on the device: thrown away, and the step's until another boundary backward takes its place
+        self.ready: set[int] = set()
+        #: ZeRO-1: what only backwards before the boundary reached, and no reduction took
+        self.unreduced: set[int] = set()
         self.cleared = False
         #: a boundary backward has produced something since the last carry
         self.produced = False
@@ -101,6 +112,7 @@ class Zero12Accumulators(Accumulators):
     def closed_backward(self, boundary: bool) -> None:
         mine = self.now & self.owned.keys()
         self.produced = self.produced or boundary
+        self._note_sums(mine, boundary)
         if self.offload:
             if boundary:
                 self.missed |= self.held - mine
@@ -112,6 +124,31 @@ class Zero12Accumulators(Accumulators):
         self.entered |= self.now
         self.last = mine
         self.now.clear()
+        self.twice.clear()
+
+    def _note_sums(self, mine: set[int], boundary: bool) -> None:
+        """Which sums a backward has begun, or gone on with."""
+        if self.first or (self.replaces and not self.offload and not boundary):
+            self.added.clear()
+            self.left.clear()
+        self.mixed |= mine & self.left
+        if self.adds or (self.keeps and not boundary):
+            self.added |= mine
+        if boundary and not self.offload:
+            self.ready.clear()
+        if boundary and not self.partitions and self.optimizer.overlap_comm:
+            pending = self.optimizer.get_gradient_for_reduction
+            self.unreduced = {key for key in self.owned.keys() - self.now if pending(self.owned[key][0]) is not None}
+
+    def discard(self) -> None:
+        if not self.offload and self.produced:
+            self.ready |= self.entered & self.owned.keys()
+        self.left |= self.added & self.entered
+        super().discard()
+        if not self.unmanaged:
+            self.held.clear()
+        self.missed.clear()
+        self.unreduced.clear()
 
     def consumed(self) -> None:
         super().consumed()
@@ -149,6 +186,8 @@ class Zero12Accumulators(Accumulators):
         self.produced = False
         self.zeroed.clear()
         self.unknown = False
+        for keys in (self.added, self.left, self.mixed, self.ready, self.unreduced):
+            keys.clear()
 
     def idle(self) -> set[int]:
         return set() if self.unknown else super().idle()
@@ -158,8 +197,14 @@ class Zero12Accumulators(Accumulators):
             return set()
         return self.dirty - self.entered - self.now
 
+    def uncleared(self) -> set[int]:
+        if self.unknown:
+            return set()
+        left = self.left if self.unmanaged else set()
+        return (self.mixed | self.ready | left | self.stale()) & self.thrown
+
     def lost(self) -> set[int]:
-        return set(self.missed)
+        return self.missed | self.unreduced
 
     # -- repairs -----------------------------------------------------------------------------------------------------
 

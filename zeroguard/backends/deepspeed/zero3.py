@@ -83,6 +83,7 @@ class Zero3Accumulators(Accumulators):
         self.entered |= now
         self.last = now
         self.now.clear()
+        self.twice.clear()
 
     def consumed(self) -> None:
         super().consumed()
@@ -98,15 +99,23 @@ class Zero3Accumulators(Accumulators):
         self.zeroed.clear()
         self.unknown = False
 
+    def discard(self) -> None:
+        super().discard()
+        if not self.unmanaged:
+            self.held.clear()
+        self.missed.clear()
+
     def idle(self) -> set[int]:
         return set() if self.unknown else super().idle()
 
     def stale(self) -> set[int]:
         if self.unknown:
             return set()
-        if self.offload:
-            return (self.dirty | self.dirty_fp32) - self.entered - self.now | self.mixed
-        return (self.dirty & self._consumed()) - self.entered - self.now | self.mixed
+        left = self.dirty_fp32 if self.offload else self.dirty & self._consumed()
+        return left - self.entered - self.now | self.mixed
+
+    def uncleared(self) -> set[int]:
+        return self.stale() & self.thrown
 
     def _consumed(self) -> set[int]:
         """Without offload, DeepSpeed itself steps a parameter that was frozen in mid-run with zeros."""
@@ -210,6 +219,7 @@ class Zero3Accumulators(Accumulators):
             opt.params_in_ipg_bucket = []
         for key in opt.params_already_reduced:
             opt.params_already_reduced[key] = False
+        self.dirty |= self.now & self.params.keys()  # full buckets were reduced before it raised
         self.now.clear()
 
     # -- idle: untouched -----------------------------------------------------------------------------------------------
