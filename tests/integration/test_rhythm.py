@@ -68,6 +68,19 @@ def test_a_gradient_read_after_the_step(lab: Lab, stage: int, offload: bool) -> 
 
 
 @EACH
+def test_a_gradient_read_before_its_window_is_full(lab: Lab, stage: int, offload: bool) -> None:
+    refused = stage == 2 and not offload  # by the rank that holds it, and the other one waits
+    for answer in run(lab, "read_early", ranks=1 if refused else 2, stage=stage, offload=offload, guarded=ALONE):
+        assert bool(answer["error"]) is refused
+        assert answer["full"] == [True, True]
+        assert answer["early"] == ([] if refused else [stage == 3 and not offload] * 2)
+        if not refused and stage < 2:
+            assert answer["own"] == [True, True], "param.grad, and nothing of DeepSpeed's is called"
+        wrong = stage > 1 and (offload or refused)
+        assert kinds(answer) == ([("early_gradient_read", "warning", 0)] if wrong else []), answer["texts"]
+
+
+@EACH
 def test_a_step_past_the_engine(lab: Lab, stage: int, offload: bool) -> None:
     for answer in run(lab, "bypass", stage=stage, offload=offload, guarded=ALONE):
         assert kinds(answer) == [("bypassed_engine_step", "warning", 0)], answer

@@ -123,7 +123,7 @@ def test_a_loop_that_never_steps(lab: Lab, stage: int, offload: bool) -> None:
 def test_a_skipped_update(lab: Lab, stage: int, offload: bool, dtype: str) -> None:
     answer = run(lab, "non_finite", stage=stage, offload=offload, dtype=dtype, guarded=ALONE)
     if stage == 0 and dtype == "fp32":
-        assert kinds(answer) == []
+        assert kinds(answer) == [("weights_not_finite", "error", 3)], answer["texts"]
         assert answer["seen"][2] == [None, True, False], "it is applied, and the weights are not finite any more"
         return
     assert kinds(answer) == [("skipped_update", "warning", 3)], answer["texts"]
@@ -178,7 +178,7 @@ def test_clipping_that_nobody_asked_for(lab: Lab, stage: int, offload: bool) -> 
 def test_a_parameter_frozen_after_initialize(lab: Lab, stage: int, offload: bool) -> None:
     case = {"stage": stage, "offload": offload}
     for guarded in (ALONE, repaired(stage)):
-        for at, step in ((0, 0), (2, 10)):
+        for at, step in ((0, 0), (2, 2)):
             answer = run(lab, "switched", at=at, guarded=guarded, **case)
             assert exact(answer) is (stage == 0)
             assert kinds(answer) == ([("frozen_parameter_moves", "warning", step)] if stage else []), answer["texts"]
@@ -186,7 +186,7 @@ def test_a_parameter_frozen_after_initialize(lab: Lab, stage: int, offload: bool
                 assert answer["findings"][0]["subject"] == ["l.1.weight", "l.1.bias"]
     # Plain SGD has nothing to move it by, where no old gradient is left.
     answer = run(lab, "switched", optimizer="sgd", guarded=ALONE, **case)
-    assert kinds(answer) == ([("frozen_parameter_moves", "warning", 10)] if offload else [])
+    assert kinds(answer) == ([("frozen_parameter_moves", "warning", 2)] if offload else [])
     assert exact(answer) is not offload
     for what in ("freeze", "toggle"):
         answer = run(lab, "switched", what=what, optimizer="sgd", guarded=repaired(stage), **case)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 
 from tests.lab import programs as lab
@@ -82,6 +84,38 @@ def read_gradient(stage: int, offload: bool, late: bool, guarded: Any = None) ->
     out = {"error": error, "seen": seen, "true": float(model.a.weight.grad.norm()), **lab.record(session)}
     lab.release(engine)
     return out
+
+
+def read_early(stage: int, offload: bool, guarded: Any = None) -> dict[str, Any]:
+    """The gradient of one parameter after the first of two micro-batches, and after the second, in two windows:
+    whether each is the mean over the ranks of the sum so far."""
+    torch.manual_seed(0)
+    engine, model, _ = lab.build(lab.TwoHeads(), lab.ds_config(stage, offload, gas=2))
+    out: dict[str, Any] = {"early": [], "full": [], "own": [], "error": ""}
+    with lab.guard_of(engine, guarded) as session:
+        for step in range(2):
+            work = [copy.deepcopy(model) for _ in lab.batches(0)[0]]
+            for name, _, value in [(n, p, lab.full(p)) for n, p in engine.module.named_parameters()]:
+                for each in work:
+                    each.get_parameter(name).data.copy_(value)
+            for micro in range(2):
+                xs, x = lab.batches(10 * step + micro)
+                engine.backward(sum(lab.losses(engine, x)))
+                for each, data in zip(work, xs, strict=True):
+                    (sum(lab.losses(each, data)) / 2).backward()
+                grads = [each.a.weight.grad for each in work]
+                try:
+                    read = safe_get_full_grad(engine.module.a.weight)
+                except ValueError as error:
+                    out["error"] = str(error)
+                    continue
+                finally:
+                    engine.step()
+                out["full" if micro else "early"].append(bool((read - sum(grads) / len(grads)).abs().max() < 1e-6))
+                if not micro:
+                    out["own"].append(bool((read - grads[dist.get_rank()]).abs().max() < 1e-6))
+    lab.release(engine)
+    return out | lab.record(session)
 
 
 def bypass(stage: int, offload: bool, gas: int = 1, guarded: Any = None, by: str = "optimizer") -> dict[str, Any]:

@@ -13,8 +13,9 @@ from zeroguard.backends.base import Switched
 from zeroguard.collective import Votes, vote
 from zeroguard.errors import GuardViolation
 from zeroguard.findings import Finding
-from zeroguard.guards.rhythm import LOOK, SKIPS
+from zeroguard.guards.rhythm import SKIPS
 from zeroguard.guards.rhythm_texts import TEXTS
+from zeroguard.guards.weights import LOOK
 from zeroguard.guards.windows import FORGOTTEN, FORGOTTEN_AT_CLOSE
 from zeroguard.session import Session
 from zeroguard.testing import Script, ScriptedEngine, assert_finding, assert_silent, facts, replay
@@ -342,29 +343,36 @@ def test_the_norm_is_read_seldom() -> None:
     engine = ScriptedEngine(facts(unasked_clipping=1.0))
     engine.grad_norm = lambda: asked.append(1) or 0.5  # type: ignore[method-assign,func-returns-value]
     assert_silent(run(steps(100).close(), engine=engine))
-    assert len(asked) == 8, "before the steps 1, 2, 4 ... 64 and at the end"
+    assert len(asked) == 8, "after the steps 1, 2, 4 ... 64 and at the end"
 
 
 @pytest.mark.parametrize(
-    ("switched", "kind"),
+    ("switched", "kind", "severity"),
     [
-        (Switched(frozen=("a.weight",)), "frozen_parameter_moves"),
-        (Switched(unfrozen=("a.weight",)), "unfrozen_parameter_stays"),
+        (Switched(frozen=("a.weight",)), "frozen_parameter_moves", "warning"),
+        (Switched(unfrozen=("a.weight",)), "unfrozen_parameter_stays", "warning"),
+        (Switched(left_out=("a.weight",)), "idle_parameter_moves", "info"),
     ],
 )
-def test_switched_parameters(switched: Switched, kind: str) -> None:
+def test_switched_parameters(switched: Switched, kind: str, severity: str) -> None:
     engine = ScriptedEngine()
     session = replay([], guards=ALONE, engine=engine)
     for event in steps(2).events:
         session.emit(event)
-    engine.switched = switched
-    for event in steps(LOOK - 2).events:
-        session.emit(event)
     assert_silent(session)
-    for event in steps(1).events:
+    engine.switched = switched
+    for event in steps(2).events:
         session.emit(event)
-    finding = only(session, kind, "warning")
-    assert finding.subject == ("a.weight",)
+    finding = only(session, kind, severity)
+    assert (finding.subject, finding.step) == (("a.weight",), 2)
+
+
+def test_all_parameters_are_looked_at_seldom() -> None:
+    asked: list[bool] = []
+    engine = ScriptedEngine()
+    engine.switched_parameters = lambda every: asked.append(every) or Switched()  # type: ignore[method-assign,func-returns-value,assignment,misc]
+    run(steps(2 * LOOK), engine=engine)
+    assert [number for number, every in enumerate(asked) if every] == [0, LOOK]
 
 
 def test_what_moves_a_frozen_parameter() -> None:
@@ -372,6 +380,85 @@ def test_what_moves_a_frozen_parameter() -> None:
         engine = ScriptedEngine()
         engine.switched = Switched(frozen=("a",))
         assert what in only(run(steps(1), guards, engine), "frozen_parameter_moves", "warning").seen
+
+
+# -- weights and gradients -------------------------------------------------------------------------------------------
+
+
+def spoiling(step: int, script: Script, **options: Any) -> tuple[Session, list[bool]]:
+    engine = ScriptedEngine(facts(**options))
+    asked: list[bool] = []
+    engine.spoiled_step = lambda last=False: asked.append(last) or step * (len(asked) > 2)  # type: ignore[method-assign,func-returns-value,assignment,misc]
+    return run(script, engine=engine), asked
+
+
+def test_weights_that_a_step_has_spoiled() -> None:
+    """The first look is before the first step; an answer may come late, and says of which step it is."""
+    session, asked = spoiling(1, steps(2), checks_gradients=False)
+    assert "after step 1" in only(session, "weights_not_finite", "error").seen
+    assert asked == [False, False, False]
+    session, asked = spoiling(1, steps(1).close(), checks_gradients=False)
+    only(session, "weights_not_finite", "error")
+    assert asked == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"checks_gradients": True}, {"checks_gradients": False, "offload_optimizer": "nvme"}],
+    ids=["DeepSpeed looks", "swapped out"],
+)
+def test_weights_that_need_no_look(options: dict[str, Any]) -> None:
+    session, asked = spoiling(1, steps(3).close(), **options)
+    assert_silent(session)
+    assert asked == []
+
+
+def test_weights_that_stay_finite() -> None:
+    session, asked = spoiling(0, steps(3).close(failed=True), checks_gradients=False)
+    assert_silent(session)
+    assert len(asked) == 4, "and none after an exception"
+    assert len(spoiling(0, steps(1).forward().backward().step(applied=False), checks_gradients=False)[1]) == 2
+
+
+def reading(early: bool, **options: Any) -> Session:
+    engine = ScriptedEngine(facts(accumulation_steps=2, **options))
+    return replay([ev.GradientRead("safe_get_full_grad", 1, early)], guards=ALONE, engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [
+        ({"stage": 2}, "zeros, or an earlier window's gradient"),
+        ({"stage": 3}, "zeros, or an earlier window's gradient"),
+        ({"stage": 2, "offload_optimizer": "none"}, "an error"),
+    ],
+)
+def test_a_gradient_read_before_its_window_is_full(options: dict[str, Any], answer: str) -> None:
+    finding = only(reading(True, **options), "early_gradient_read", "warning")
+    assert answer in finding.effect
+    assert "2 micro-batches a step" in finding.seen
+    assert_silent(reading(False, **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 3, "offload_optimizer": "none"},
+        {"stage": 2, "offload_optimizer": "none", "adds_at_boundary": True},
+        {"stage": 1, "offload_optimizer": "none"},
+        {"stage": 2, "managed_accumulation": False},
+    ],
+    ids=["ZeRO-3", "before 0.17", "ZeRO-1", "unmanaged"],
+)
+def test_a_gradient_read_in_mid_window_that_is_right(options: dict[str, Any]) -> None:
+    assert_silent(reading(True, **options))
+
+
+def test_an_edit_that_is_lost() -> None:
+    session = replay([ev.EditLost(("a.weight", "b"))], guards=ALONE, engine=ScriptedEngine(facts(stage=3)))
+    finding = only(session, "lost_edit", "warning")
+    assert finding.subject == ("a.weight", "b")
+    assert "modifier_rank=0" in finding.remedy
 
 
 # -- ranks -----------------------------------------------------------------------------------------------------------
@@ -383,7 +470,7 @@ def two_ranks(
     """Replay on rank 0 of two; ``other`` is what rank 1 says, None for the same."""
     said: list[int] = []
 
-    def answer(flag: bool, word: int, *, groups: Any, device: str) -> Votes:
+    def answer(flag: bool, word: int, *, groups: Any, device: str, broken: bool) -> Votes:
         said.append(word)
         words = {0: word, 1: word if other is None else other}
         return Votes([], words if all(words.values()) else {})
@@ -441,5 +528,5 @@ def test_boundaries_are_not_compared_where_gradients_add_up(monkeypatch: pytest.
 
 
 def test_a_vote_of_one_is_no_communication() -> None:
-    assert vote(True, 5) == ([0], {})
-    assert vote(False, 5, groups=("none",)) == ([], {})
+    assert vote(True, 5) == ([0], {}, False)
+    assert vote(False, 5, groups=("none",)) == ([], {}, False)

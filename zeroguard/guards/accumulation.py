@@ -11,6 +11,7 @@ from zeroguard.findings import Finding
 from zeroguard.guards.base import Choice, Guard, GuardModel, Outcome
 from zeroguard.guards.rhythm import Ranks, Seen, Settings, Trainer, Updates
 from zeroguard.guards.rhythm_texts import TEXTS
+from zeroguard.guards.weights import Spoiled, Trained, Written
 from zeroguard.guards.windows import Windows
 
 __all__ = ["AccumulationConfig", "AccumulationGuard"]
@@ -48,7 +49,8 @@ class AccumulationGuard(Guard):
         self.divided: ev.LossDivided | None = None
         self.reported: set[str] = set()
         self.ranks = Ranks(engine)
-        self.watchers = [w.handlers() for w in (Trainer(engine), Windows(engine), Updates(engine), Settings(engine))]
+        kinds = (Trainer, Windows, Updates, Settings, Trained, Spoiled, Written)
+        self.watchers = [kind(engine).handlers() for kind in kinds]
         self.watchers.append(self.ranks.handlers())
 
     @classmethod

@@ -52,6 +52,17 @@ TEXTS: dict[str, Text] = {
         "      engine.backward(loss); norm = safe_get_full_grad(param).norm(); engine.step()\n"
         "    for the norm over all gradients: session.grad_norm(), or grad_norm=True of zeroguard's callbacks",
     ),
+    "early_gradient_read": Text(
+        "a gradient is read when its window is complete",
+        "{what} after a backward that is not the last of its window ({steps} micro-batches a step)",
+        "DeepSpeed answers with {answer}",
+        "the read stands in the loop over micro-batches",
+        "read where the step comes next:\n"
+        "      engine.backward(loss)\n"
+        "      if engine.is_gradient_accumulation_boundary(): norm = safe_get_full_grad(param).norm()\n"
+        "      engine.step()\n"
+        "    or with session.gradients(), which refuses where there is none",
+    ),
     "bypassed_engine_step": Text(
         "engine.step() after each micro-batch: it alone counts them",
         "optimizer.step() was called without engine.step() at gradient_accumulation_steps = {steps}",
@@ -99,6 +110,17 @@ TEXTS: dict[str, Text] = {
         "the number of micro-batches is no multiple of gradient_accumulation_steps, and DeepSpeed does not know of "
         "epochs",
         "drop what is left over, where the epoch ends:\n"
+        "      engine.zero_grad(); engine.micro_steps -= engine.micro_steps % {steps}\n"
+        "    or leave the last batches out: itertools.islice(loader, len(loader) // {steps} * {steps})",
+    ),
+    "short_window": Text(
+        "{steps} micro-batches make a step",
+        "{n} of {steps}: zero_grad threw the others away, as it does after {every} micro-batches again and again, and "
+        "DeepSpeed counts on",
+        "the loss is divided by {steps}, so that this update is {n}/{steps} of what it should be, and the windows that "
+        "follow are shifted against their batches",
+        "an epoch ends inside a window, and the loop calls zero_grad there; engine.micro_steps is not set back",
+        "let the count begin again, where you call zero_grad:\n"
         "      engine.zero_grad(); engine.micro_steps -= engine.micro_steps % {steps}\n"
         "    or leave the last batches out: itertools.islice(loader, len(loader) // {steps} * {steps})",
     ),
@@ -168,6 +190,33 @@ TEXTS: dict[str, Text] = {
         "unfreeze before deepspeed.initialize; to train them later, give them a parameter group whose learning rate is "
         "0 until then:\n"
         '      torch.optim.AdamW([{{"params": head}}, {{"params": body, "lr": 0.0, "weight_decay": 0.0}}])',
+    ),
+    "idle_parameter_moves": Text(
+        "a parameter that no backward of the window reached stays where it is, as in PyTorch",
+        "the optimizer holds it, and steps it with a gradient of zeros: momentum and weight decay move it",
+        "these weights drift on every step that leaves them out; PyTorch, which finds .grad None, passes over them",
+        "a branch, an expert or a layer that this batch does not run; ZeRO steps whole flat partitions",
+        "nothing, if zeros are what you mean; else keep them as they are with\n"
+        '      {{"name": "accumulator_reset", "idle": "untouched"}}',
+    ),
+    "weights_not_finite": Text(
+        "weights are finite after a step, if they were before the first",
+        "inf or NaN among the samples of this rank's master weights, after step {step}",
+        "every loss from here on is NaN; the checkpoints, too",
+        "a gradient was inf or NaN, and DeepSpeed applied it: without a loss scale it leaves no step out here",
+        "go back to a checkpoint from before this step; to have such steps left out in bf16:\n"
+        '      "bf16": {{"enabled": true, "check_grad_overflow": true}}   # ZeRO-1 and 2, from DeepSpeed 0.17 on\n'
+        "    or look before the backward: assert torch.isfinite(loss)",
+    ),
+    "lost_edit": Text(
+        "what is written into weights stays there",
+        "the gathered weights are not what they were, and deepspeed.zero.GatheredParameters has no modifier_rank",
+        "DeepSpeed drops the gathered copy, and with it what was written; the model is as before",
+        "GatheredParameters(params) is for reading; without modifier_rank nobody's copy becomes the partitions",
+        "say whose copy is to count, and write on that rank:\n"
+        "      with deepspeed.zero.GatheredParameters(params, modifier_rank=0):\n"
+        "          if rank == 0: ...\n"
+        "    and the master weights, which the next step writes back, with safe_set_full_fp32_param",
     ),
     # -- ranks ---------------------------------------------------------------------------------------------------------
     "rank_order": Text(
