@@ -83,6 +83,14 @@ def test_accumulation_on_zero_3_needs_no_boundary(lab: Lab) -> None:
     assert [finding["severity"] for finding in answer["findings"]] == ["warning"]
 
 
+@pytest.mark.parametrize(("stage", "gas"), [(1, 1), (2, 1), (3, 1), (3, 2)])
+def test_norms_by_name(lab: Lab, stage: int, gas: int) -> None:
+    """Of the last step, for ``fabric.log_dict(callback.metrics())``."""
+    answer = run(lab, 1, package=FIRST, stage=stage, mode="one", gas=gas, grad_norms="total")[0]
+    name = "zeroguard/grad_norm/total"
+    assert answer["metrics"][name] == pytest.approx(answer["true"][-1][name], rel=1e-5)
+
+
 @both_packages
 def test_several_engines_and_the_events_that_end_them(lab: Lab, package: str) -> None:
     answer = run_program(lab, 1, "fabric_engines", package=package)[0]

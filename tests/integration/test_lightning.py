@@ -292,6 +292,64 @@ def test_accumulation_logs_once_a_step(lab: Lab) -> None:
     assert [row["step"] for row in rows] == [1, 3]
 
 
+def same_norms(rows: list[dict[str, Any]], true: list[dict[str, float]]) -> None:
+    assert [row["norms"] for row in rows] == [pytest.approx(norms, rel=1e-5) for norms in true]
+
+
+@both_packages
+@pytest.mark.parametrize(
+    ("stage", "offload", "per"),
+    [(1, False, "total"), (2, True, "module"), (3, False, "parameter"), (3, True, "module")],
+)
+def test_norms_by_name_are_those_of_plain_pytorch(lab: Lab, package: str, stage: int, offload: bool, per: str) -> None:
+    answer = run(lab, 1, "norms", package=package, stage=stage, offload=offload, per=per)[0]
+    assert [row["step"] for row in answer["rows"]] == [0, 1, 2, 3]
+    same_norms(answer["rows"], answer["true"])
+    assert len(answer["true"][0]) == {"total": 1, "module": 3, "parameter": 6}[per]
+    assert not any("grad_norm" in name for name in answer["callback_metrics"])
+    assert answer["findings"] == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("stage", "offload"), [(1, False), (2, True), (3, False)])
+def test_norms_are_logged_once_a_step_of_an_accumulation(lab: Lab, stage: int, offload: bool, ranks: int) -> None:
+    case = {"package": FIRST, "stage": stage, "offload": offload, "window": 2, "steps": 8, "guarded": DIVIDE_ONCE}
+    for answer in run(lab, ranks, "norms", **case):  # this logger does not mind which rank it is on
+        assert [row["step"] for row in answer["rows"]] == [0, 1, 2, 3]
+        same_norms(answer["rows"], answer["true"])
+        assert answer["metrics"]["zeroguard/grad_norm/total"] == pytest.approx(
+            answer["true"][-1]["zeroguard/grad_norm/total"], rel=1e-5
+        )
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_loop_that_steps_by_itself_logs_norms_once_a_step(lab: Lab, stage: int) -> None:
+    """Lightning's logs come with each of its batches; a batch without a step has no norms."""
+    answer = run(lab, 1, "norms", package=FIRST, stage=stage, mode="hand", window=2, steps=8)[0]
+    assert [row["step"] for row in answer["rows"]] == [1, 3, 5, 7]
+    same_norms(answer["rows"], answer["true"])
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [({"every": 3}, [2, 5]), ({"every": 50}, []), ({"every": 50, "grad_norms_every_n_steps": 2}, [1, 3, 5])],
+)
+def test_norms_are_read_in_the_rhythm_of_the_log(lab: Lab, options: dict[str, int], steps: list[int]) -> None:
+    answer = run(lab, 1, "norms", package=FIRST, stage=2, steps=6, **options)[0]
+    assert [row["step"] for row in answer["rows"]] == steps
+    same_norms(answer["rows"], [answer["true"][step] for step in steps])
+
+
+def test_no_norms_are_logged_where_there_are_none(lab: Lab) -> None:
+    """The loop takes the gradients away before its second step: no row, least of all an old one."""
+    case = {"mode": "hand", "window": 2, "steps": 8, "clear_at": 3, "guarded": {"on_violation": "record"}}
+    answer = run(lab, 1, "norms", package=FIRST, stage=2, **case)[0]
+    assert [row["step"] for row in answer["rows"]] == [1, 5, 7]
+    same_norms(answer["rows"][:1], answer["true"][:1])
+    assert len(answer["warnings"]) == 1
+    assert "no gradient norms before step 1" in answer["warnings"][0]
+
+
 @both_packages
 def test_rank_0_logs_a_summary_at_the_end_of_fit(lab: Lab, package: str) -> None:
     lines = run(lab, 1, "logged", package=package, mode="retained", summary=True)[0]["lines"]
@@ -431,6 +489,7 @@ trainer:
         - name: accumulator_reset
           idle: untouched
       grad_norm: true
+      grad_norms: module
 """
 
 
@@ -441,6 +500,7 @@ def test_cli_takes_nested_keys_from_yaml(lab: Lab, package: str) -> None:
     assert [guard["name"] for guard in answer["config"]["guards"]] == ["retained_graph", "accumulator_reset"]
     assert answer["config"]["guards"][1]["idle"] == "untouched"
     assert answer["grad_norm"] is True
+    assert answer["grad_norms"] == "module"
     # What LightningCLI saves beside the checkpoints can be read again.
     assert "idle: untouched" in answer["dump"]
     again = run(lab, 1, "command_line", package=package, args=["--config=run.yaml"], files={"run.yaml": answer["dump"]})

@@ -263,6 +263,53 @@ def test_logs_reach_the_history_and_earlier_callbacks(lab: Lab, how: str) -> Non
     assert len(answer["logs"]) == 4
 
 
+def same_norms(answer: dict[str, Any], *steps: int) -> None:
+    """Rows with norms at these steps, from 1, in the history and as an earlier callback sees them."""
+    assert [step for step, _ in answer["rows"]] == list(steps)
+    for step, norms in answer["rows"]:
+        assert norms == pytest.approx(answer["true"][step - 1], rel=1e-5)
+    assert [count for count in answer["logged"] if count] == [len(norms) for _, norms in answer["rows"]]
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "gas", "per"),
+    [(1, False, 1, "total"), (2, False, 2, "parameter"), (2, True, 1, "module"), (3, False, 2, "total")],
+)
+def test_norms_by_name_are_logged_once_a_step(lab: Lab, stage: int, offload: bool, gas: int, per: str) -> None:
+    answer = run(lab, "norms", stage=stage, offload=offload, gas=gas, grad_norms=per)
+    same_norms(answer, 1, 2, 3, 4)
+    assert answer["losses"] == [1, 2, 3, 4]
+    assert answer["findings"] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "losses"),
+    [
+        ({"logging_steps": 3}, [3, 6], [3, 6]),
+        ({"logging_steps": 4, "logging_first_step": True}, [1, 4], [1, 4]),
+        ({"logging_steps": 0.5}, [3, 6], [3, 6]),
+        ({"logging_strategy": "no"}, [], []),
+        ({"logging_strategy": "epoch"}, [6], [6]),
+        ({"logging_steps": 3, "grad_norms_every_n_steps": 2}, [2, 4, 6], [3, 6]),
+    ],
+    ids=str,
+)
+def test_norms_are_read_in_the_rhythm_of_the_log(
+    lab: Lab, options: dict[str, Any], steps: list[int], losses: list[int]
+) -> None:
+    answer = run(lab, "norms", stage=2, steps=6, **options)
+    same_norms(answer, *steps)
+    assert answer["losses"] == losses
+
+
+def test_no_norms_are_logged_where_there_are_none(lab: Lab) -> None:
+    answer = run(lab, "norms", stage=2, trainer="Cleared")
+    assert [step for step, _ in answer["rows"]] == [1, 3, 4]
+    assert answer["losses"] == [1, 2, 3, 4]
+    assert len(answer["warnings"]) == 1
+    assert "no gradient norms before step 1" in answer["warnings"][0]
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_evaluation(lab: Lab, stage: int) -> None:
     answer = run(lab, "evaluation", stage=stage)
@@ -306,7 +353,8 @@ def test_counters_go_on_over_a_resume(lab: Lab, stage: int, how: str) -> None:
     assert (answer["before"]["checks"], answer["after"]["checks"]) == (2, 4)
     assert "With earlier engines and the runs before a resume" in answer["totals"]
     state = answer["saved"]["ZeroGuardTrainerCallback"]
-    assert state["args"] == {"config": {"sinks": []}, "grad_norm": True, "missing": "warn"}
+    norms = {"grad_norm": True, "grad_norms": None, "grad_norms_every_n_steps": None}
+    assert state["args"] == {"config": {"sinks": []}, **norms, "missing": "warn"}
     assert state["attributes"]["counters"]["guards"]["trainer_steps"]["checks"] == 2
     for row in answer["history"][:4]:
         # Older Trainers have no norm of their own where they do not clip.
@@ -338,12 +386,16 @@ def test_the_exported_state_makes_the_same_callback(lab: Lab) -> None:
     assert args["model"] == {
         "config": {"guards": [{"name": "retained_graph", "action": "detect"}], "sinks": []},
         "grad_norm": True,
+        "grad_norms": "module",
+        "grad_norms_every_n_steps": 5,
         "missing": "raise",
     }
     assert args["dict"]["config"] == {"on_violation": "warn"}
     assert args["overrides"] == {
         "config": None,
         "grad_norm": False,
+        "grad_norms": None,
+        "grad_norms_every_n_steps": None,
         "missing": "warn",
         "agree": False,
         "guards": [{"name": "host_read"}],

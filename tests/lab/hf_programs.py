@@ -29,7 +29,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 import zeroguard
 from tests.lab import programs as lab
-from tests.lab.giveback import _changed, _snapshot
+from tests.lab.identity import changed, snapshot
 from zeroguard.integrations.transformers import ZeroGuardTrainerCallback
 
 VOCABULARY, LENGTH, BATCH = 32, 8, 2
@@ -163,7 +163,7 @@ class Watch(TrainerCallback):
 
     def engine(self, engine: Any) -> None:
         self.engines.append(engine)
-        self.before = _snapshot(engine)
+        self.before = snapshot(engine)
         original = engine.optimizer.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -174,7 +174,7 @@ class Watch(TrainerCallback):
         if self.read_at:
             return
         vars(engine.optimizer)["step"] = step
-        self.before = _snapshot(engine)
+        self.before = snapshot(engine)
 
     def _read(self, place: str) -> None:
         self.trace.append(place)
@@ -269,8 +269,8 @@ def callback(guarded: Any, **extra: Any) -> ZeroGuardTrainerCallback:
 
 def unwrapped(watch: Watch) -> list[str]:
     """What is not what it was when the last engine was made."""
-    changed = _changed(watch.before, _snapshot(watch.engines[-1]))
-    return [name for name in changed if name.split(".")[0] not in ("params", "hooks")] + wrappers(watch.engines[-1])
+    places = changed(watch.before, snapshot(watch.engines[-1]))
+    return [name for name in places if name.split(".")[0] not in ("params", "hooks")] + wrappers(watch.engines[-1])
 
 
 def wrappers(engine: Any) -> list[str]:
@@ -377,6 +377,67 @@ def train(
             answer["status"] = "wrong"
         lab.release(watch.engines[-1])
     return answer
+
+
+class Cleared(ByHand):
+    """Takes the gradients away before its second step."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        model.train()
+        loss = model(**self._prepare_inputs(inputs)).loss
+        model.backward(loss)
+        if self.state.global_step == 1:
+            model.zero_grad()
+        model.step()
+        return loss.detach()
+
+
+def true_norms(steps: int, gas: int, per: str) -> list[dict[str, float]]:
+    """Of each step, in plain PyTorch."""
+    model = tiny()
+    model.train()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    out = []
+    for step in range(steps):
+        for micro in range(gas):
+            (model(**batch(step * gas + micro)).loss / gas).backward()
+        squares: dict[str, float] = {}
+        for name, param in model.named_parameters():
+            key = {"total": "total", "parameter": name, "module": name.rpartition(".")[0]}[per]
+            squares[key] = squares.get(key, 0.0) + param.grad.double().pow(2).sum().item()
+        out.append({f"zeroguard/grad_norm/{key}": square**0.5 for key, square in squares.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return out
+
+
+def norms(
+    stage: int, trainer: str = "Sequential", gas: int = 1, offload: bool = False, steps: int = 4, **options: Any
+) -> dict[str, Any]:
+    """What the history and an earlier callback get with ``grad_norms``, beside plain PyTorch's norms of each step.
+    ``options`` are the callback's where they are its own, else of TrainingArguments."""
+    own = {name: options.pop(name) for name in list(options) if name.startswith("grad_norm")}
+    watch = Watch()
+    with fresh(watch) as folder, _quiet(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        made = callback({"on_violation": "record"}, **{"grad_norms": "total", **own})
+        args = arguments(folder, stage, gas=gas, offload=offload, max_steps=steps, **options)
+        data = rows(BATCH * gas * steps)
+        running = {**TRAINERS, "Cleared": Cleared}[trainer](
+            model=tiny(), args=args, train_dataset=data, callbacks=[watch, made]
+        )
+        running.train()
+        lab.release(watch.engines[-1])
+    history = running.state.log_history
+    named = [{name: v for name, v in row.items() if name.startswith("zeroguard/grad_norm")} for row in history]
+    return {
+        "rows": [[row["step"], found] for row, found in zip(history, named, strict=True) if found],
+        "losses": [row["step"] for row in history if "loss" in row],
+        "logged": [sum(name.startswith("zeroguard/grad_norm/") for name in logs) for logs in watch.logs],
+        "true": true_norms(steps, gas, own.get("grad_norms", "total")),
+        "warnings": [str(w.message) for w in told if "watch_norms" in str(w.message)],
+        **lab.record(made.session),
+    }
 
 
 # -- finding the engine, and not finding it ----------------------------------------------------------------------------
@@ -686,7 +747,9 @@ def exported() -> dict[str, Any]:
         file = folder / "guard.json"
         file.write_text(json.dumps({"on_violation": "warn"}))
         for name, made in {
-            "model": ZeroGuardTrainerCallback(config, grad_norm=True, missing="raise"),
+            "model": ZeroGuardTrainerCallback(
+                config, grad_norm=True, grad_norms="module", grad_norms_every_n_steps=5, missing="raise"
+            ),
             "dict": ZeroGuardTrainerCallback({"on_violation": "warn"}),
             "overrides": ZeroGuardTrainerCallback(agree=False, guards=({"name": "host_read"},)),
             "path": ZeroGuardTrainerCallback(file),

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.lab import giveback
+from tests.lab import identity
 from tests.lab import programs as lab
 from tests.lab.lightning_double import FABRICS, ON_GPU, TRAINERS, fabric_strategy, trainer_strategy, use_the_lab
 
@@ -239,7 +239,7 @@ def interrupted(package: str, stage: int, kind: str, guarded: bool, offload: boo
     class Before(importlib.import_module(package).Callback):  # type: ignore[misc]
         def on_fit_start(self, trainer: Any, module: Any) -> None:
             engines.append(trainer.strategy.model)
-            before.update(giveback._snapshot(engines[0]))
+            before.update(identity.snapshot(engines[0]))
 
     def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 2 and kind in ("training_step", "ctrl_c"):
@@ -265,7 +265,7 @@ def interrupted(package: str, stage: int, kind: str, guarded: bool, offload: boo
     finally:
         signal.signal(signal.SIGINT, handler)
         sys.stdin = stdin
-    answer["changed"] = sorted(giveback._changed(before, giveback._snapshot(engines[0])))
+    answer["changed"] = sorted(identity.changed(before, identity.snapshot(engines[0])))
     answer["marked"] = [name for name in vars(engines[0]) if "zeroguard" in name]
     if guarded:
         answer.update(closed=callback.session.closed, failed=callback.session._failed, steps=callback.state_dict())
@@ -509,6 +509,83 @@ def logged(
     }
 
 
+def by_hand(clear_at: int = -1) -> Callable[..., Any]:
+    """A training_step that steps after every second batch; at batch ``clear_at`` it takes the gradients away first."""
+
+    def training_step(self: Any, batch: torch.Tensor, batch_idx: int) -> None:
+        self.manual_backward(sum(lab.losses(self.net, batch)))
+        if batch_idx == clear_at:
+            self.trainer.strategy.model.zero_grad()
+        if batch_idx % 2:
+            self.optimizers().step()
+
+    return training_step
+
+
+def true_norms(before: torch.nn.Module, steps: int, window: int, divide: bool, per: str) -> list[dict[str, float]]:
+    """Of each optimizer step, in plain PyTorch."""
+    optimizer = torch.optim.SGD(before.parameters(), lr=lab.LR)
+    plain = lab.Reference(before, optimizer, torch.float32)
+    out = []
+    for number, xs in enumerate(data(steps, all_ranks=True)):
+        for copy_, x in zip(plain.work, xs, strict=True):
+            (sum(lab.losses(copy_, x)) / (window if divide else 1)).backward()  # type: ignore[union-attr]
+        if (number + 1) % window == 0:
+            squares: dict[str, float] = {}
+            for name, *grads in zip(
+                dict(before.named_parameters()), *([p.grad for p in w.parameters()] for w in plain.work), strict=True
+            ):
+                key = {"total": "total", "parameter": f"net.{name}", "module": f"net.{name.split('.')[0]}"}[per]
+                squares[key] = squares.get(key, 0.0) + (sum(grads) / len(grads)).double().pow(2).sum().item()
+            out.append({f"zeroguard/grad_norm/{key}": square**0.5 for key, square in squares.items()})
+            plain.step()
+    return out
+
+
+def norms(
+    package: str,
+    stage: int,
+    mode: str = "auto",
+    offload: bool = False,
+    per: str = "total",
+    every: int = 1,
+    window: int = 1,
+    steps: int = 4,
+    clear_at: int = -1,
+    guarded: Any = True,
+    **options: Any,
+) -> dict[str, Any]:
+    """What the loggers get with ``grad_norms``, row by row, beside plain PyTorch's norms of each step.
+
+    ``mode`` ``hand``: the loop steps by itself, after every second batch."""
+    rows: list[dict[str, Any]] = []
+    module = importlib.import_module(f"{package}.loggers.logger")
+
+    class Memory(module.DummyLogger):  # type: ignore[misc, name-defined]
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            found = {k: float(v) for k, v in metrics.items() if k.startswith("zeroguard/grad_norm")}
+            if found:
+                rows.append({"step": step, "norms": found})
+
+    model = model_of(package, mode, **({"training_step": by_hand(clear_at)} if mode == "hand" else {}))
+    before = copy.deepcopy(model.net)
+    callback = ZeroGuardCallback(config_of(guarded), summary=False, grad_norms=per, **options)
+    kw = {"logger": Memory(), "log_every_n_steps": every, "offload": offload}
+    trainer = trainer_of(package, stage, [callback], accumulate_grad_batches=1 if mode == "hand" else window, **kw)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(model, loader(steps))
+    lab.release(trainer.strategy.model)
+    return {
+        "rows": rows,
+        "true": true_norms(before, steps, window, mode == "auto", per),
+        "warnings": [str(w.message) for w in told if "watch_norms" in str(w.message)],
+        "callback_metrics": sorted(trainer.callback_metrics),
+        "metrics": callback.metrics(),
+        **seen(callback),
+    }
+
+
 # -- two packages, copies, factories, the command line ---------------------------------------------------------------
 
 
@@ -631,6 +708,7 @@ def command_line(
     answer = {
         "config": config,
         "grad_norm": callback._options["grad_norm"],
+        "grad_norms": callback._options["grad_norms"],
         "dump": dump,
         **seen(callback),
     }
@@ -687,10 +765,11 @@ def fabric(
     steps: int = 4,
     guarded: Any = True,
     engine_step: bool = False,
+    grad_norms: Any = None,
 ) -> dict[str, Any]:
     """A Fabric loop, compared with plain PyTorch. by: ``callback``, or ``zeroguard.guard`` of the ``module`` or of the
     ``fabric``, or nothing."""
-    callback = ZeroGuardCallback(config_of(guarded), summary=False)
+    callback = ZeroGuardCallback(config_of(guarded), summary=False, grad_norms=grad_norms)
     made = fabric_of(package, stage, offload, [callback] if by == "callback" else [], gas=gas)
     torch.manual_seed(0)
     net = lab.TwoHeads()
@@ -707,6 +786,7 @@ def fabric(
     except (RuntimeError, KeyError, zeroguard.GuardViolation) as error:
         answer.update(status="crash", error=f"{type(error).__name__}: {error}")
     session = callback.session or session
+    answer["true"] = true_norms(copy.deepcopy(before), steps, gas, True, "total")
     if by == "callback":
         answer["open"] = not callback.session.closed
         made.call("on_train_start", made, "whatever", loop=1)  # a loop's own events are none of its business

@@ -163,6 +163,31 @@ def test_the_keeper_checks_its_argument_when_it_is_made() -> None:
         Keeper(grad_norms="layers")
 
 
+def test_the_keeper_gives_the_norms_of_a_step_once() -> None:
+    session = session_on()
+    keeper = keeper_with(session, grad_norms="total")
+    session.watch_norms(when=lambda step: step != 1)
+    engine: Any = session._backend
+    seen = []
+    for engine.steps in range(3):
+        session.before_step()
+        seen += [len(keeper.new_norms()), len(keeper.new_norms())]
+    assert seen == [1, 0, 0, 0, 1, 0]
+    assert set(keeper.metrics()) >= {"zeroguard/grad_norm/total"}, "the newest stay readable"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"grad_norms": "total", "grad_norms_every_n_steps": 0}, "every_n_steps=0: 1 or more"),
+        ({"grad_norms_every_n_steps": 5}, "give grad_norms='total', too"),
+    ],
+)
+def test_the_keeper_checks_the_rhythm(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Keeper(**options)
+
+
 def test_the_pieces_are_found_without_communication() -> None:
     """The pieces are LOCAL: the file that finds them imports nothing that communicates."""
     file = Path(zeroguard.__file__).parent / "backends" / "deepspeed" / "pieces.py"

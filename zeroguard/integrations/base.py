@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from zeroguard.attach import engine_of, guard
 from zeroguard.config import GuardConfig
-from zeroguard.errors import EngineNotFoundError
-from zeroguard.report.gradients import known_per
+from zeroguard.errors import ConfigError, EngineNotFoundError
+from zeroguard.report.gradients import Per, at_least_one, known_per
 from zeroguard.session import Session
 from zeroguard.settings import known, resolve
 
@@ -31,12 +31,19 @@ class Keeper:
         sinks: as for :func:`zeroguard.guard`.
         grad_norm: whether :meth:`metrics` holds ``zeroguard/grad_norm``.
         grad_norms: ``total``, ``parameter`` or ``module``: :meth:`metrics` holds the norms that
-            :meth:`zeroguard.Session.watch_norms` reads before each step, as ``zeroguard/grad_norm/<name>``.
+            :meth:`zeroguard.Session.watch_norms` reads before steps, as ``zeroguard/grad_norm/<name>``.
+        grad_norms_every_n_steps: before each n-th step; left out, whenever :attr:`writes` says so.
         overrides: fields of :class:`zeroguard.GuardConfig`.
 
     Raises:
         ConfigError: the configuration is wrong.
+
+    Attributes:
+        writes: set before :meth:`open`: whether the trainer is going to log the step that comes, the same on every
+            rank. Without it, every step is one to read norms at.
     """
+
+    writes: Callable[[], bool] | None = None
 
     def __init__(
         self,
@@ -44,7 +51,8 @@ class Keeper:
         *,
         sinks: Sequence[object] = (),
         grad_norm: bool = False,
-        grad_norms: str | None = None,
+        grad_norms: Per | None = None,
+        grad_norms_every_n_steps: int | None = None,
         **overrides: Any,
     ) -> None:
         resolve(config, **known(overrides))
@@ -52,11 +60,19 @@ class Keeper:
         self.overrides = overrides
         self.sinks = tuple(sinks)
         self.grad_norm = grad_norm
-        self.grad_norms: Any = grad_norms and known_per(grad_norms)
+        if grad_norms is not None:
+            known_per(grad_norms)
+        self.grad_norms = grad_norms
+        if grad_norms_every_n_steps is not None:
+            at_least_one(grad_norms_every_n_steps)
+            if grad_norms is None:
+                raise ConfigError("grad_norms_every_n_steps says when, but not what: give grad_norms='total', too")
+        self.grad_norms_every = grad_norms_every_n_steps
         self.session: Session | None = None
         self._engine: Any = None
         self._counted: Session | None = None  # closed, and part of _earlier
         self._earlier: dict[str, dict[str, float]] = {}
+        self._given: dict[str, float] = {}  # the norms that new_norms() gave last
 
     def open(self, candidate: Any) -> Session:
         """LOCAL, on every rank. Guard the engine that ``candidate`` is or leads to.
@@ -72,9 +88,15 @@ class Keeper:
         self.close()
         self.session = guard(engine, self.config, sinks=self.sinks, **self.overrides)
         self._engine = engine
-        if self.grad_norms:
-            self.session.watch_norms(self.grad_norms)
+        if self.grad_norms is not None:
+            self.session.watch_norms(self.grad_norms, when=self._due)
         return self.session
+
+    def _due(self, step: int) -> bool:
+        """``step`` steps are complete."""
+        if self.grad_norms_every is not None:
+            return (step + 1) % self.grad_norms_every == 0
+        return self.writes is None or self.writes()
 
     def try_open(self, candidate: Any) -> Session | None:
         """As :meth:`open`, but None where there is no engine."""
@@ -83,14 +105,17 @@ class Keeper:
         except EngineNotFoundError:
             return None
 
-    def close(self, *, failed: bool = False) -> None:
-        """LOCAL, idempotent. Give the engine back; with ``failed`` nothing is waited for.
+    def close(self, *, failed: bool = False, error: BaseException | None = None) -> None:
+        """LOCAL, idempotent. Give the engine back; with ``failed`` nothing is waited for but what
+        :meth:`zeroguard.Session.on_exception` says of ``error``, the exception that ended the loop, where it is known.
 
         The session stays readable (``findings``, ``summary()``).
         """
         session, self._engine = self.session, None
         if session is None or session.closed:
             return
+        if error is not None:
+            session.on_exception(error)
         session.close(failed=failed)
         self._earlier = self._totals()
         self._counted = session
@@ -106,12 +131,15 @@ class Keeper:
         return totals
 
     def metrics(self) -> dict[str, float]:
-        """LOCAL. What a trainer's logger gets, over all sessions and resumes of this rank.
+        """LOCAL. What a trainer's logger gets: :meth:`counts` and :meth:`norms`."""
+        return {**self.counts(), **self.norms()}
+
+    def counts(self) -> dict[str, float]:
+        """LOCAL. Over all sessions and resumes of this rank.
 
         ``zeroguard/findings`` and ``zeroguard/repairs`` are counts, ``zeroguard/host_wait_ms`` milliseconds spent
         waiting for offloaded gradients, ``zeroguard/grad_norm`` the last step's norm over all gradients before clipping
-        (only when asked for, and only where DeepSpeed computed one), ``zeroguard/grad_norm/<name>`` the newest norms by
-        ``grad_norms`` (``total``, or a parameter's or module's name; ``(root)`` for the model itself).
+        (only when asked for, and only where DeepSpeed computed one).
         """
         totals = self._totals()
         out = {
@@ -123,10 +151,23 @@ class Keeper:
             norm = self.session.grad_norm()
             if norm is not None:
                 out["zeroguard/grad_norm"] = norm
-        if self.grad_norms and self.session is not None:
-            norms = self.session.last_grad_norms.items()
-            out.update({f"zeroguard/grad_norm/{name or '(root)'}": norm for name, norm in norms})
         return out
+
+    def norms(self) -> dict[str, float]:
+        """LOCAL. The newest norms by ``grad_norms``, ``zeroguard/grad_norm/<name>``: ``total``, or a parameter's or
+        module's name, ``(root)`` for the model itself. Empty where none could be read."""
+        if self.grad_norms is None or self.session is None:
+            return {}
+        last = self.session.last_grad_norms
+        return {f"zeroguard/grad_norm/{name or '(root)'}": norm for name, norm in last.items()}
+
+    def new_norms(self) -> dict[str, float]:
+        """LOCAL. :meth:`norms`, but those of one step only once."""
+        last = {} if self.session is None else self.session.last_grad_norms
+        if last is self._given:
+            return {}
+        self._given = last
+        return self.norms()
 
     def state_dict(self) -> dict[str, Any]:
         """LOCAL. The counters, JSON-able; ``{}`` before the first session."""

@@ -28,6 +28,7 @@ from zeroguard import events as ev
 from zeroguard.config import GuardConfig
 from zeroguard.errors import EngineNotFoundError, GuardUnavailableError
 from zeroguard.integrations.base import Keeper
+from zeroguard.report.gradients import Per
 from zeroguard.session import Session
 
 __all__ = ["ZeroGuardCallback"]
@@ -82,6 +83,10 @@ class ZeroGuardCallback(_Callback):
         sinks: as for :func:`zeroguard.guard`.
         grad_norm: whether ``zeroguard/grad_norm`` is logged, the norm over all gradients before clipping. Reading it
             waits for the device, at the steps at which the trainer logs.
+        grad_norms: ``total``, ``parameter`` or ``module``: the norms of :meth:`zeroguard.Session.watch_norms` are
+            logged as ``zeroguard/grad_norm/<name>``, once a step. A step with them is COLLECTIVE for one more
+            all-reduce.
+        grad_norms_every_n_steps: at each n-th step; left out, at those at which the trainer logs (in Fabric, each).
         progress_bar: whether the progress bar shows the number of findings.
         summary: whether rank 0 logs a summary at the end of fit.
 
@@ -95,11 +100,14 @@ class ZeroGuardCallback(_Callback):
         *,
         sinks: Sequence[Any] = (),
         grad_norm: bool = False,
+        grad_norms: Per | None = None,
+        grad_norms_every_n_steps: int | None = None,
         progress_bar: bool = True,
         summary: bool = True,
     ) -> None:
         super().__init__()
         self._options: dict[str, Any] = {"config": config, "sinks": sinks, "grad_norm": grad_norm}
+        self._options.update(grad_norms=grad_norms, grad_norms_every_n_steps=grad_norms_every_n_steps)
         self._progress_bar = progress_bar
         self._summary = summary
         #: one; a Fabric with several engines has one for each
@@ -126,7 +134,7 @@ class ZeroGuardCallback(_Callback):
 
     def metrics(self) -> dict[str, float]:
         """LOCAL. What is logged in fit, for loops that log by themselves: ``fabric.log_dict(callback.metrics())``.
-        Counts are sums over all engines; the norm is that of the engine that came last."""
+        Counts are sums over all engines; a norm is that of the engine that came last."""
         out: dict[str, float] = {}
         for keeper in self._keepers:
             for name, value in keeper.metrics().items():
@@ -137,12 +145,13 @@ class ZeroGuardCallback(_Callback):
         """The summary of each engine, as it stands."""
         return "\n\n".join(keeper.summary() for keeper in self._keepers)
 
-    def close(self, *, failed: bool = False) -> None:
-        """LOCAL, idempotent. Give the engines back; with ``failed`` nothing is waited for. Fabric has no event for the
-        end of a loop; without this call the sessions end with the process."""
+    def close(self, *, failed: bool = False, error: BaseException | None = None) -> None:
+        """LOCAL, idempotent. Give the engines back; with ``failed`` nothing is waited for but the job's store, if
+        ``error`` is the exception that ended the loop. Fabric has no event for the end of a loop; without this call the
+        sessions end with the process."""
         running = [session for session in self.sessions if not session.closed]
         for keeper in self._keepers:
-            keeper.close(failed=failed)
+            keeper.close(failed=failed, error=error)
         if running and self._summary and self._stage in ("", "fit") and running[0].summary().facts.rank == 0:
             self._log.info("%s", self.summary())
 
@@ -157,6 +166,8 @@ class ZeroGuardCallback(_Callback):
     def on_fit_start(self, trainer: Any = None, *_: Any, **__: Any) -> None:
         """The first hook that sees the engine."""
         if _is_trainer(trainer):
+            found = weakref.ref(trainer)  # the session outlives it
+            self._keepers[0].writes = lambda: _writes_step(found())
             self._open(self._keepers[0], trainer, trainer)
 
     def on_validation_start(self, trainer: Any = None, *_: Any, **__: Any) -> None:
@@ -190,10 +201,11 @@ class ZeroGuardCallback(_Callback):
         """Where a run ends that had nothing to do: ``max_epochs=0``, or no batches."""
         self.close()
 
-    def on_exception(self, trainer: Any = None, *_: Any, **__: Any) -> None:
+    def on_exception(self, trainer: Any = None, *given: Any, **named: Any) -> None:
         """Also after Ctrl+C. No ``teardown`` follows it."""
+        error = next((one for one in (*given, *named.values()) if isinstance(one, BaseException)), None)
         try:
-            self.close(failed=True)
+            self.close(failed=True, error=error)
         except Exception:  # raised from here, it would hide the exception that ended the run
             logger.exception("zeroguard: giving the engine back failed, after an exception in the run")
 
@@ -203,6 +215,7 @@ class ZeroGuardCallback(_Callback):
         self._log = _visible_logger(fabric)
         idle = [k for k in self._keepers if k.session is None or k.session.closed]
         keeper = idle[0] if idle else self._keeper()
+        keeper.writes = None
         if self._open(keeper, module, fabric) is None:
             return
         if not idle:
@@ -253,11 +266,12 @@ class ZeroGuardCallback(_Callback):
         session = self._keepers[0].session
         if session is None or not _is_trainer(trainer) or trainer.barebones:
             return
+        self._log_norms(trainer)
         found = sum(counts["findings"] for counts in session.counters().values())
         if found == self._shown and not _about_to_write(trainer):
             return
         self._shown = found
-        for name, value in self.metrics().items():
+        for name, value in self._keepers[0].counts().items():
             # A tensor: a number would be copied to the device, and waited for. batch_size: else it is looked for in
             # the batch. No reduction over ranks: what is logged is rank 0's.
             pl_module.log(
@@ -268,6 +282,13 @@ class ZeroGuardCallback(_Callback):
                 on_epoch=False,
                 batch_size=1,
             )
+
+    def _log_norms(self, trainer: Any) -> None:
+        """Straight to the loggers: what a module logs once stands in every later row of the epoch, also where no
+        optimizer stepped, and under names of parameters that have no gradient any more."""
+        norms = self._keepers[0].new_norms()
+        for logger_ in trainer.loggers if norms else ():
+            logger_.log_metrics(norms, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -322,6 +343,13 @@ def _about_to_write(trainer: Any) -> bool:
     own monitors do: a count by ``log_every_n_steps`` is off by the batches in which a manual loop does not step."""
     connector = getattr(trainer, "_logger_connector", None)
     return bool(getattr(connector, "should_update_logs", True) or trainer.fast_dev_run)
+
+
+def _writes_step(trainer: Any) -> bool:
+    """As :func:`_about_to_write`, but the same on every rank, which ``trainer.should_stop`` need not be."""
+    every = trainer.log_every_n_steps
+    steps = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
+    return bool(trainer.fast_dev_run or (every and steps % every == 0))
 
 
 def _visible_logger(owner: Any) -> logging.Logger:

@@ -30,6 +30,7 @@ from zeroguard.config import GuardConfig
 from zeroguard.errors import AlreadyGuardedError, ConfigError, EngineNotFoundError
 from zeroguard.integrations.base import Keeper
 from zeroguard.integrations.trainer_steps import BatchBegin, BatchEnd, TrainerSteps
+from zeroguard.report.gradients import Per
 from zeroguard.session import Session
 
 __all__ = ["ZeroGuardTrainerCallback"]
@@ -61,6 +62,11 @@ class ZeroGuardTrainerCallback(TrainerCallback, ExportableState):  # type: ignor
         config: as for :func:`zeroguard.guard`.
         sinks: as for :func:`zeroguard.guard`. They are not part of the exported state.
         grad_norm: whether ``zeroguard/grad_norm`` is logged, the norm over all gradients before clipping.
+        grad_norms: ``total``, ``parameter`` or ``module``: the norms of :meth:`zeroguard.Session.watch_norms` are
+            logged as ``zeroguard/grad_norm/<name>``, once a step. A step with them is COLLECTIVE for one more
+            all-reduce.
+        grad_norms_every_n_steps: at each n-th step, if need be in a row of their own; left out, at those at which the
+            Trainer logs.
         missing: what happens when a training starts without a DeepSpeed engine: ``warn`` through the logger
             ``zeroguard`` (level ERROR) and ``warnings``, or ``raise`` an EngineNotFoundError.
         overrides: fields of :class:`zeroguard.GuardConfig`.
@@ -75,13 +81,22 @@ class ZeroGuardTrainerCallback(TrainerCallback, ExportableState):  # type: ignor
         *,
         sinks: Sequence[object] = (),
         grad_norm: bool = False,
+        grad_norms: Per | None = None,
+        grad_norms_every_n_steps: int | None = None,
         missing: Literal["warn", "raise"] = "warn",
         **overrides: Any,
     ) -> None:
         if missing not in ("warn", "raise"):
             raise ConfigError(f"missing: {missing!r} is not allowed; allowed: 'warn', 'raise'")
         self.missing = missing
-        self.keeper = _Keeper(config, sinks=sinks, grad_norm=grad_norm, **overrides)
+        self.keeper = _Keeper(
+            config,
+            sinks=sinks,
+            grad_norm=grad_norm,
+            grad_norms=grad_norms,
+            grad_norms_every_n_steps=grad_norms_every_n_steps,
+            **overrides,
+        )
         self._trainer: weakref.ref[Any] | None = None
         self._restored = False
 
@@ -126,7 +141,7 @@ class ZeroGuardTrainerCallback(TrainerCallback, ExportableState):  # type: ignor
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close(failed=kind is not None)
+        self.keeper.close(failed=kind is not None, error=error)
 
     # -- what the Trainer calls --------------------------------------------------------------------------------------
 
@@ -142,6 +157,9 @@ class ZeroGuardTrainerCallback(TrainerCallback, ExportableState):  # type: ignor
         # A checkpoint from before this callback has no entry for it, and the Trainer asks for one when it saves.
         if isinstance(state.stateful_callbacks, dict):
             state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        if trainer is not None:
+            found = weakref.ref(trainer)  # the session outlives it
+            self.keeper.writes = lambda: _logs(found(), 1)
         # Through the accelerator: the Trainer itself keeps an engine that accelerate has destroyed.
         session = None if trainer is None else self.keeper.try_open(trainer.accelerator)
         self.keeper.owner = self._trainer
@@ -157,6 +175,12 @@ class ZeroGuardTrainerCallback(TrainerCallback, ExportableState):  # type: ignor
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The Trainer has counted a step."""
         self._emit(BatchEnd())
+        trainer = None if self._trainer is None else self._trainer()
+        if trainer is None or self.keeper.grad_norms_every is None or _logs(trainer, 0):
+            return
+        norms = self.keeper.new_norms()
+        if norms:
+            trainer.log(norms)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Accelerate closes the window with the last batch; where it did not, it goes on in the next epoch."""
@@ -167,7 +191,7 @@ class ZeroGuardTrainerCallback(TrainerCallback, ExportableState):  # type: ignor
         if self.session is None or logs is None or not ("loss" in logs or "train_loss" in logs):
             return
         row = state.log_history[-1] if state.log_history else {}
-        metrics = self.keeper.metrics()
+        metrics = {**self.keeper.counts(), **self.keeper.new_norms()}
         # The history has its own copy of the row, made before any callback was called.
         if row.get("step") == state.global_step and logs.keys() <= row.keys():
             row.update(metrics)
@@ -189,7 +213,14 @@ class ZeroGuardTrainerCallback(TrainerCallback, ExportableState):  # type: ignor
     def state(self) -> dict[str, Any]:
         """LOCAL. What a checkpoint keeps, JSON-able: how to make this callback again, and its counters."""
         keeper = self.keeper
-        args = {"config": keeper.config, "grad_norm": keeper.grad_norm, "missing": self.missing, **keeper.overrides}
+        args = {
+            "config": keeper.config,
+            "grad_norm": keeper.grad_norm,
+            "grad_norms": keeper.grad_norms,
+            "grad_norms_every_n_steps": keeper.grad_norms_every,
+            "missing": self.missing,
+            **keeper.overrides,
+        }
         return {"args": _jsonable(args), "attributes": {"counters": keeper.state_dict()}}
 
     @property
@@ -254,6 +285,18 @@ class ZeroGuardTrainerCallback(TrainerCallback, ExportableState):  # type: ignor
             # Training scripts often switch warnings off; the log gets the whole text.
             logger.error("%s", text)
             warnings.warn(f"zeroguard guards nothing in this training: {cause}", stacklevel=2)
+
+
+def _logs(trainer: Any, ahead: int) -> bool:
+    """Whether the Trainer logs the step that it has counted last, or the one that is so many ``ahead``. The same on
+    every rank; what other callbacks ask for by ``control.should_log`` is not known before the step."""
+    args, state = trainer.args, trainer.state
+    step = state.global_step + ahead
+    if args.logging_first_step and step == 1:
+        return True
+    if args.logging_strategy == "epoch":
+        return bool(trainer.accelerator.gradient_state.end_of_dataloader or step >= state.max_steps)
+    return bool(args.logging_strategy == "steps" and step % state.logging_steps == 0)
 
 
 def _close(keeper: weakref.ref[_Keeper], trainer: weakref.ref[Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, overload
 from zeroguard.backends.base import Engine
 from zeroguard.errors import ConfigError, GradientsUnavailableError, SessionClosedError
 
-__all__ = ["GradientReads", "NormWatch", "Per", "grouped", "known_per"]
+__all__ = ["GradientReads", "NormWatch", "Per", "at_least_one", "grouped", "known_per"]
 
 Per = Literal["total", "parameter", "module"]
 
@@ -25,6 +25,17 @@ def known_per(per: str) -> str:
     if per not in get_args(Per):
         raise ConfigError(f"per={per!r}: gradient norms are given per {', '.join(map(repr, get_args(Per)))}")
     return per
+
+
+def at_least_one(every: int) -> int:
+    """``every`` itself.
+
+    Raises:
+        ConfigError: it is below 1.
+    """
+    if every < 1:
+        raise ConfigError(f"every_n_steps={every!r}: 1 or more")
+    return every
 
 
 def grouped(norms: dict[str, float], per: str) -> dict[str, float]:
@@ -44,24 +55,22 @@ class NormWatch:
 
     Attributes:
         per: what :func:`grouped` is asked for; empty where nothing is watched.
-        every: only before each step whose number, from 0, is a multiple of this.
-        last: the newest norms; empty where none could be read.
+        due: whether to read before the step that is given by its number, from 0.
+        last: the newest norms, a new dict each time; empty where none could be read.
     """
 
-    def __init__(self, per: str = "", every: int = 1) -> None:
-        if every < 1:
-            raise ConfigError(f"every_n_steps={every!r}: 1 or more")
+    def __init__(self, per: str = "", due: Callable[[int], bool] = lambda step: True) -> None:
         self.per = per and known_per(per)
-        self.every = every
+        self.due = due
         self.last: dict[str, float] = {}
         self._told = False
 
     def look(self, step: int, read: Callable[[], dict[str, float]]) -> None:
         """As COLLECTIVE as ``read``, which is called on every rank or on none. ``step`` counts completed steps."""
-        if not self.per or step % self.every:
+        if not self.per or not self.due(step):
             return
         try:
-            self.last = grouped(read(), self.per)
+            self.last = dict(grouped(read(), self.per))
         except GradientsUnavailableError as error:
             self.last = {}
             if not self._told:
@@ -113,9 +122,14 @@ class GradientReads:
         self._must_be_open("gradients")
         return self._backend.gradients(names)
 
-    def watch_norms(self, per: Per | None = "total", *, every_n_steps: int = 1) -> None:
+    def watch_norms(
+        self, per: Per | None = "total", *, every_n_steps: int = 1, when: Callable[[int], bool] | None = None
+    ) -> None:
         """LOCAL, with the same arguments on every rank. Read :meth:`grad_norms` right before each step, or each n-th,
         for :attr:`last_grad_norms`; None ends it. From now on the step is COLLECTIVE for one more all-reduce.
+
+        ``when`` instead of ``every_n_steps``: called with the number of completed steps before each step, and has to
+        say the same on every rank.
 
         Where nothing can be read, :attr:`last_grad_norms` is empty, and the first time a warning says why.
 
@@ -124,7 +138,8 @@ class GradientReads:
             ConfigError: another ``per``, or ``every_n_steps`` below 1.
         """
         self._must_be_open("watch_norms")
-        self._norms = NormWatch(per or "", every_n_steps)
+        every = at_least_one(every_n_steps)
+        self._norms = NormWatch(per or "", when or (lambda step: step % every == 0))
 
     @property
     def last_grad_norms(self) -> dict[str, float]:
