@@ -21,6 +21,7 @@ __all__ = ["CONFIGURATIONS", "allowed", "configurations", "legalize", "operation
 #: stage, offload
 CONFIGURATIONS = [(0, False), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
 HEADS = [0, 1, 2]
+PLACES = ["trunk", "heads"]
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"overlap_comm": True, "reduce_bucket_size": 64},
@@ -36,6 +37,15 @@ def _settings(stage: int) -> list[dict[str, Any]]:
     only3 = ("stage3_param_persistence_threshold", "stage3_prefetch_bucket_size")
     never = only3 if stage < 3 else ("round_robin_gradients",)
     return SETTINGS[:1] if stage == 0 else [s for s in SETTINGS if not any(key in s for key in never)]
+
+
+def _dtypes(stage: int, offload: bool) -> list[str]:
+    """``bf16-fp32`` adds gradients in fp32, with an optimizer of its own. DeepSpeed's fp16 without ZeRO divides by a
+    loss scale that no backward has multiplied by."""
+    dtypes = ["fp32", "fp32", "fp32", "bf16", "bf16"]
+    if stage == 1 and not offload:
+        dtypes += ["bf16-fp32"]
+    return dtypes + (["fp16", "fp16-dynamic"] if stage else [])
 
 
 @st.composite
@@ -54,14 +64,22 @@ def configurations(draw: st.DrawFn, stage: int, offload: bool, ranks: int, mode:
             ("momentum", "zero_gradient"),
         ]
         optimizer, idle = draw(st.sampled_from(pairs))
-    zero = draw(st.sampled_from(_settings(stage)))
+    dtype = draw(st.sampled_from(_dtypes(stage, offload)))
+    low = dtype != "fp32"
+    # The masters of round_robin_gradients cannot be read; and a loss is divided exactly by powers of two alone, so
+    # that what the two sides round is the same.
+    settings = [s for s in _settings(stage) if not (low and "round_robin_gradients" in s)]
+    zero = draw(st.sampled_from(settings))
     managed = draw(st.sampled_from([True, True, True, False]))
     return {
         "stage": stage,
         "offload": offload,
         "ranks": ranks,
         "mode": mode,
-        "gas": draw(st.sampled_from([1, 1, 1, 2, 2, 3, 4])),
+        "gas": draw(st.sampled_from([1, 1, 1, 2, 2, 2 if low else 3, 4])),
+        "dtype": dtype,
+        # Where half a gradient is clipped to the length of the whole, a step may be exact that is rightly reported.
+        "clip": draw(st.sampled_from([0.0, 0.0, 0.1, 1.0])) if mode == "repair" else 0.0,
         "optimizer": optimizer,
         "idle": idle,
         "managed": managed or (stage == 1 and "overlap_comm" in zero),  # DeepSpeed refuses the two together there
@@ -80,14 +98,16 @@ _nothing = st.just({"op": "nothing"})
 _step = st.fixed_dictionaries({"op": st.just("step"), "head": st.sampled_from(HEADS), "by": _by})
 _backward = st.fixed_dictionaries({"op": st.just("backward"), "terms": _terms, "by": _by, "retain": st.booleans()})
 _forward = st.fixed_dictionaries({"op": st.just("forward"), "slot": _slot, "heads": _heads})
-_zero_grad = st.fixed_dictionaries(
-    {"op": st.just("zero_grad"), "by": st.sampled_from(["engine", "optimizer", "module"])}
-)
+_clearers = st.sampled_from(["engine", "optimizer", "module"])
+_zero_grad = st.fixed_dictionaries({"op": st.just("zero_grad"), "by": _clearers})
 _boundary = st.fixed_dictionaries({"op": st.just("boundary"), "value": st.booleans()})
 _eval = st.fixed_dictionaries({"op": st.just("eval"), "mode": st.booleans(), "heads": _heads})
 _stop = st.fixed_dictionaries({"op": st.just("stop"), "heads": _heads})
+_boom = st.fixed_dictionaries(
+    {"op": st.just("boom"), "heads": _heads, "by": _by, "place": st.sampled_from(PLACES), "clear": _clearers}
+)
 _freeze = st.fixed_dictionaries({"op": st.just("freeze"), "head": st.sampled_from(HEADS), "on": st.booleans()})
-_others = [_zero_grad, _boundary, _eval, _stop, _freeze, st.just({"op": "save"}), st.just({"op": "load"})]
+_others = [_zero_grad, _boundary, _eval, _stop, _boom, _freeze, st.just({"op": "save"}), st.just({"op": "load"})]
 #: more than half of all operations are those of an ordinary loop
 _any = st.one_of(_nothing, *[_step] * 4, *[_backward] * 4, *[_forward] * 2, *_others)
 
@@ -160,7 +180,9 @@ class _Loop:
         # The last backward before the step has to be at the boundary: DeepSpeed's documentation of
         # set_gradient_accumulation_boundary. A step without any backward is a mistake that zeroguard reports.
         ready = self.waiting and (self.at_boundary or not self.config["managed"])
-        if not ready and not (self.cleared and self.steps):
+        # After zero_grad nothing moves; but without ZeRO DeepSpeed's clip fails where there is no gradient at all.
+        empty = self.cleared and self.steps and (self.config["stage"] or not self.config.get("clip"))
+        if not ready and not empty:
             self.backward([[0, head]], by, False)
         self.micro += 1
         self.steps += 1
@@ -184,10 +206,21 @@ class _Loop:
     def stop(self, heads: list[int]) -> None:
         self.emit("stop", heads=heads)
 
+    def boom(self, heads: list[int], by: str, place: str, clear: str) -> None:
+        """A backward that raises, and the zero_grad with which a loop goes on after it."""
+        if self.config["mode"] != "repair":  # half of a gradient is DeepSpeed's affair then
+            return
+        self.graphs.clear()
+        self.emit("boom", heads=heads, by=by, place=place)
+        # On a CPU that has no streams the ZeRO-3 optimizer's own zero_grad fails where a .grad is left.
+        self.zero_grad("engine" if clear == "optimizer" and self.config["stage"] == 3 else clear)
+
     def freeze(self, head: int, on: bool) -> None:
         # In mid-window PyTorch would step with the gradient that is there; a graph keeps what was trainable when it
         # was built. And with the default for idle parameters momentum moves a frozen one, which is reported.
         moves = self.config["optimizer"] == "momentum" and self.config["idle"] == "zero_gradient"
+        # Without ZeRO a low precision's optimizer moves it with any weight decay.
+        moves = moves or not (self.config["stage"] or self.config.get("dtype", "fp32") == "fp32")
         if self.waiting or moves or on == (head in self.frozen):
             return
         self.frozen.symmetric_difference_update({head})
@@ -235,4 +268,6 @@ def allowed(config: dict[str, Any], program: list[dict[str, Any]]) -> set[str]:
     kinds = set()
     if any(entry["op"] == "zero_grad" for entry in program):
         kinds.add("cleared_every_micro_batch")
+    if config["idle"] == "zero_gradient":
+        kinds |= {"idle_parameter_moves", "frozen_parameter_moves"}
     return kinds

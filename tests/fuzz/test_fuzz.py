@@ -81,7 +81,7 @@ class TestOneRank:
 
     @EACH
     def test_exact_and_silent(self, lab: Lab, stage: int, offload: bool) -> None:
-        fuzz(lab, stage, offload, 1, "repair", 60)
+        fuzz(lab, stage, offload, 1, "repair", 52)
 
 
 class TestTwoRanks:
@@ -89,7 +89,7 @@ class TestTwoRanks:
 
     @EACH
     def test_exact_and_silent(self, lab: Lab, stage: int, offload: bool) -> None:
-        fuzz(lab, stage, offload, 2, "repair", 25)
+        fuzz(lab, stage, offload, 2, "repair", 22)
 
 
 class TestNothingRepaired:

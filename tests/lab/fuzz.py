@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import os
 import shutil
@@ -16,21 +15,25 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroguard
-from tests.lab import giveback
+from tests.lab import identity, idle
 from tests.lab import programs as lab
+from tests.lab.fuzz_plain import OPTIMIZERS, Plain, loss_of
 
-LR = 0.1
 AUDIT = {"name": "gradient_audit", "elements_per_parameter": "all", "every_n_steps": 1, "action": "raise"}
 UNTOUCHED = {"name": "accumulator_reset", "idle": "untouched"}
 DETECT = [{"name": "retained_graph", "action": "detect"}, {"name": "accumulator_reset", "action": "detect"}]
-#: eps is large, so that Adam does not blow the rounding of a small gradient up to a step of its own
-OPTIMIZERS = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=LR),
-    "momentum": lambda params: torch.optim.SGD(params, lr=LR, momentum=0.9, weight_decay=0.1),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-2, weight_decay=0.1),
+#: how each dtype is configured; a dynamic scale starts where the first steps overflow, and is halved by each
+PRECISION: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16-fp32": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "fp16": {"fp16": {"enabled": True, "loss_scale": 64.0}},
+    "fp16-dynamic": {"fp16": {"enabled": True, "initial_scale_power": 18, "hysteresis": 1, "loss_scale_window": 1000}},
 }
-#: what DeepSpeed itself replaces on its objects, beyond giveback.MOVING
+#: what DeepSpeed itself replaces on its objects, beyond identity.MOVING
 MOVING = {"param_dict", "trace_mode"}
+
+NOT_FINITE = "it stepped where autograd delivered gradients that are not finite"
 
 _ready = False
 
@@ -41,23 +44,20 @@ class Stop(Exception):
 
 class Heads(nn.Module):
     """A trunk and three heads of odd sizes; a forward runs some of the heads, and raises between trunk and heads when
-    it is told to."""
+    it is told to. ``boom``: its backward raises between heads and ``trunk``, or above the ``heads``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.trunk = nn.Linear(8, 6)
         self.heads = nn.ModuleList([nn.Linear(6, 5), nn.Linear(6, 3), nn.Linear(6, 7, bias=False)])
 
-    def forward(self, x: torch.Tensor, heads: list[int], stop: bool = False) -> tuple[torch.Tensor, ...]:
-        z = torch.tanh(self.trunk(x))
+    def forward(
+        self, x: torch.Tensor, heads: list[int], stop: bool = False, boom: str = ""
+    ) -> tuple[torch.Tensor, ...]:
+        z = idle.Boom.apply(torch.tanh(self.trunk(x)), boom == "trunk")
         if stop:
             raise Stop
-        return tuple(self.heads[head](z) for head in heads)
-
-
-def loss_of(head: int, out: torch.Tensor) -> torch.Tensor:
-    """Each head has a loss of its own; none of them has a gradient that vanishes at the start."""
-    return (out - 0.5 * head).pow(2).mean()
+        return tuple(idle.Boom.apply(self.heads[head](z), boom == "heads") for head in heads)
 
 
 class Twin:
@@ -66,15 +66,19 @@ class Twin:
     def __init__(self, config: dict[str, Any], store: str) -> None:
         self.config, self.store = config, store
         self.gas = config["gas"]
+        self.dtype = config.get("dtype", "fp32")
         zero = dict(config["zero"])
-        extra = {} if config["managed"] else {"managed_gradient_accumulation": False}
+        extra = {**PRECISION[self.dtype], "gradient_clipping": config.get("clip", 0.0)}
+        if not config["managed"]:
+            extra["managed_gradient_accumulation"] = False
         torch.manual_seed(0)
         settings = lab.ds_config(config["stage"], config["offload"], "fp32", self.gas, zero, **extra)
         self.engine, model, optimizer = lab.build(Heads(), settings, OPTIMIZERS[config["optimizer"]])
-        self.reference = lab.Reference(model, optimizer, torch.float32)
+        self.plain = Plain(model, optimizer, config, dist.get_world_size())
         self.outs: dict[int, dict[int, torch.Tensor]] = {}
-        self.ref_outs: dict[int, list[dict[int, torch.Tensor]]] = {}
-        self.steps = self.saves = 0
+        self.saves = 0
+        self.scale = self._scale()
+        self.odd = ""  # what the engine did to its loss scale
         self.loaded = False
         self.unused: set[int] = set()  # graphs over which no backward has run
         self.abandoned = False  # one of these is gone, and DeepSpeed goes on waiting for its backward
@@ -82,22 +86,25 @@ class Twin:
         self.cleared = False
         self.ours = False  # the reference is running: what is raised now is the fuzzer's own mistake
 
+    def _scale(self) -> float:
+        return float(self.engine.optimizer.cur_scale) if self.dtype.startswith("fp16") else 1.0
+
+    def _x(self, at: int) -> torch.Tensor:
+        return lab.batches(at)[1].to(self.plain.dtype)
+
     # -- the two sides of each operation, by name ----------------------------------------------------------------------
 
     def forward(self, at: int, slot: int, heads: list[int]) -> None:
         self._drop(slot)
-        xs, x = lab.batches(at)
-        self.outs[slot] = dict(zip(heads, self.engine(x, heads), strict=True))
+        self.outs[slot] = dict(zip(heads, self.engine(self._x(at), heads), strict=True))
         self.unused.add(slot)
         self.ours = True
-        self.ref_outs[slot] = [
-            dict(zip(heads, work(data, heads), strict=True)) for work, data in zip(self.reference.work, xs, strict=True)
-        ]
+        self.plain.forward(slot, heads, lab.batches(at)[0])
 
     def _drop(self, *slots: int) -> None:
         for slot in slots or list(self.outs):
             self.outs.pop(slot, None)
-            self.ref_outs.pop(slot, None)
+            self.plain.outs.pop(slot, None)
             self.abandoned = self.abandoned or slot in self.unused
             self.unused.discard(slot)
 
@@ -105,9 +112,7 @@ class Twin:
         loss = sum(loss_of(head, self.outs[slot][head]) for slot, head in terms)
         lab._run(self.engine, loss, by, retain)
         self.ours = True
-        for rank in range(self.reference.ranks):
-            loss = sum(loss_of(head, self.ref_outs[slot][rank][head]) for slot, head in terms)
-            (loss / self.gas).backward(retain_graph=retain)
+        self.plain.backward(terms, retain, self.scale / self.gas)
         self.cleared = False
         self.unused -= {slot for slot, _ in terms}
         if not retain:
@@ -115,8 +120,18 @@ class Twin:
 
     def zero_grad(self, at: int, by: str) -> None:
         {"engine": self.engine, "optimizer": self.engine.optimizer, "module": self.engine.module}[by].zero_grad()
-        self.reference.zero_grad()
+        self.plain.zero_grad()
         self.cleared = True
+
+    def boom(self, at: int, heads: list[int], by: str, place: str) -> None:
+        """A backward that raises half way. What it has delivered is for zero_grad to take away, which follows."""
+        out = self.engine(self._x(at), heads, False, place)
+        try:
+            lab._run(self.engine, sum(loss_of(head, y) for head, y in zip(heads, out, strict=True)), by, False)
+        except ValueError:
+            self._drop()
+            return
+        raise AssertionError("the backward did not raise")
 
     def boundary(self, at: int, value: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(value)
@@ -126,20 +141,20 @@ class Twin:
         if applies:
             self.ours = True
             self._drop()
-            self._reference_step()
+            self._plain_step()
             self.cleared = False
 
     def eval(self, at: int, mode: bool, heads: list[int]) -> None:
         if mode:
             self.engine.eval()
         with torch.no_grad():
-            self.engine(lab.batches(at)[1], heads)
+            self.engine(self._x(at), heads)
         if mode:
             self.engine.train()
 
     def stop(self, at: int, heads: list[int]) -> None:
         try:
-            self.engine(lab.batches(at)[1], heads, True)
+            self.engine(self._x(at), heads, True)
         except Stop:
             self.abandoned = True
             return
@@ -147,14 +162,13 @@ class Twin:
 
     def freeze(self, at: int, head: int, on: bool) -> None:
         self._drop()
-        for model in (self.engine.module, self.reference.master, *self.reference.work):
+        for model in (self.engine.module, *self.plain.models):
             model.heads[head].requires_grad_(not on)
 
     def save(self, at: int) -> None:
         self.saves += 1
         self.engine.save_checkpoint(self.store, tag=f"save{self.saves}")
-        master, optimizer = self.reference.master.state_dict(), self.reference.optimizer.state_dict()
-        self.saved = copy.deepcopy((master, optimizer, self.steps))
+        self.saved = (self.plain.state(), self.scale)
 
     def load(self, at: int) -> None:
         self._drop()
@@ -162,19 +176,13 @@ class Twin:
         path, _ = self.engine.load_checkpoint(self.store, tag=f"save{self.saves}")
         assert path is not None
         self.ours = True
-        master, optimizer, self.steps = copy.deepcopy(self.saved)
-        self.reference.master.load_state_dict(master)
-        self.reference.optimizer.load_state_dict(optimizer)
-        self.reference.zero_grad()
-        for work in self.reference.work:
-            work.load_state_dict(self.reference.master.state_dict())
+        state, self.scale = self.saved
+        self.plain.load(state)
 
     # -- plain PyTorch's step --------------------------------------------------------------------------------------
 
-    def _reference_step(self) -> None:
-        """Plain PyTorch, but for what the documentation says of parameters without a gradient."""
-        reference, config = self.reference, self.config
-        self.before = [p.detach().clone() for p in reference.master.parameters()]
+    def _plain_step(self) -> None:
+        config = self.config
         fill = False
         if config["stage"] == 0:
             # DeepSpeed gives those that may have one a zero where it reduces: at a boundary backward, or in an
@@ -182,37 +190,46 @@ class Twin:
             fill = not self.cleared or not config["managed"]
         elif config["optimizer"] == "momentum":
             fill = config["idle"] == "zero_gradient"
-        for params in zip(*(work.parameters() for work in reference.work), strict=True):
-            if fill and params[0].grad is None and (params[0].requires_grad or config["stage"]):
-                for param in params:
-                    param.grad = torch.zeros_like(param)
-        if config["optimizer"] == "adamw" and config["stage"]:
-            # One step counter a flat partition: it counts for all parameters in it.
-            for param in reference.master.parameters():
-                state = reference.optimizer.state[param]
-                state["step"] = torch.tensor(float(self.steps))
-                for name in ("exp_avg", "exp_avg_sq"):
-                    state.setdefault(name, torch.zeros_like(param))
-        reference.step()
-        self.steps += 1
+        certain, possible = self.plain.overflow() if self.dtype.startswith("fp16") else (False, False)
+        skipped = possible and bool(self.engine.optimizer.overflow)
+        if certain and not skipped:
+            self.odd = NOT_FINITE
+        if certain or skipped:
+            self.plain.skip()
+        else:
+            self.plain.step(self.scale, fill)
+        if self.dtype == "fp16-dynamic" and skipped:
+            self.scale /= 2
+        if self._scale() != self.scale:
+            self.odd = f"its loss scale is {self._scale():g} and not {self.scale:g}"
 
     def compare(self) -> tuple[float, float]:
         """The largest difference, and how large it may be; then the reference goes on from the engine's weights, so
         that each step is judged alone. COLLECTIVE."""
-        masters = list(self.reference.master.parameters())
-        ours = lab.weights(self.engine)
-        pairs = list(zip(ours, masters, strict=True))
-        worst = torch.tensor(max((a - b.detach()).abs().max().item() for a, b in pairs))
+        ours = self._masters()
+        difference, limit = self.plain.compare(ours)
+        worst = torch.tensor([difference / limit, difference])
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        moved = max((b.detach() - a).abs().max().item() for a, b in zip(self.before, masters, strict=True))
-        largest = max(b.detach().abs().max().item() for b in masters)
-        limit = max(1e-6 * moved, torch.finfo(torch.float32).eps * largest)
-        if worst.item() <= limit:
-            with torch.no_grad():
-                for index, (value, master) in enumerate(pairs):
-                    for target in (master, *(list(work.parameters())[index] for work in self.reference.work)):
-                        target.copy_(value)
-        return worst.item(), limit
+        if self.odd or not worst[0] <= 1:
+            return float("inf") if self.odd else worst[1].item(), limit
+        self.plain.set_weights(ours)
+        return difference, limit
+
+    def _masters(self) -> list[torch.Tensor]:
+        if self.config["stage"] == 0 and self.dtype != "fp32":  # of no interest to DeepSpeed's safe_get_full_fp32_param
+            low, high = self.engine.optimizer.fp16_groups, self.engine.optimizer.fp32_groups
+            pairs = zip([p for g in low for p in g], [p for g in high for p in g], strict=True)
+            masters = {id(p): q for p, q in pairs}
+            return [masters[id(p)].detach().clone() for p in self.engine.module.parameters()]
+        if self.config["stage"] < 3 or self.dtype == "fp32":
+            return lab.weights(self.engine)
+        masters = []
+        for param in self.engine.module.parameters():  # DeepSpeed reads no master of a frozen one
+            frozen = not param.requires_grad
+            param.requires_grad_(True)
+            masters.append(lab.full(param))
+            param.requires_grad_(not frozen)
+        return masters
 
     def window(self, at: int) -> None:
         """A whole window that reaches everything, as a healthy loop has it."""
@@ -260,7 +277,7 @@ def run(config: dict[str, Any], program: list[dict[str, Any]], guarded: bool = T
             for number in range(2):
                 twin.window(1000 + 10 * number)
                 twin.compare()
-        before = giveback._snapshot(twin.engine)
+        before = identity.snapshot(twin.engine)
         if guarded:
             session = zeroguard.guard(twin.engine, guards_of(config))
         try:
@@ -294,22 +311,24 @@ def _operate(twin: Twin, program: list[dict[str, Any]], session: Any, answer: di
             return
         if name == "step" and operation["applies"]:
             difference, limit = twin.compare()
+            if twin.odd == NOT_FINITE and twin.config["mode"] == "audit":
+                return  # such a window is not judged (docs/audit.md)
             said = 0 if session is None else sum(f.severity != "info" for f in session.findings)
             answer["steps"].append({"at": at, "difference": difference, "limit": limit, "said": said})
             if difference > limit:
-                answer.update(status="wrong", at=at)
+                answer.update(status="wrong", at=at, error=twin.odd)
                 return
 
 
 def _at_rest(twin: Twin, before: dict[str, Any], answer: dict[str, Any]) -> None:
     engine = twin.engine
-    after = giveback._snapshot(engine)
+    after = identity.snapshot(engine)
     for part, names in before.items():  # what DeepSpeed makes when it is first needed is no change
         after[part] = {name: after[part][name] for name in names if name in after[part]}
     if twin.loaded:  # DeepSpeed links parameters anew, and PyTorch makes new dicts
         for part in ("params", "mappings", *(() if twin.config["stage"] else ("optimizer",))):
             before.pop(part)
-    answer["changed"] = [n for n in giveback._changed(before, after) if n.split(".")[-1] not in MOVING]
+    answer["changed"] = [n for n in identity.changed(before, after) if n.split(".")[-1] not in MOVING]
     objects = [engine, engine.optimizer, engine.module, *engine.module.modules(), *engine.module.parameters()]
     for thing in objects:
         for name, value in vars(thing).items():
