@@ -116,8 +116,9 @@ def run(arguments: argparse.Namespace) -> int:
     except SystemExit as stop:
         launch.failed = stop.code not in (None, 0)
         raise
-    except BaseException:
+    except BaseException as error:
         launch.failed = True
+        launch.tell(error)
         hide_launcher()
         raise
     if problem is not None:
@@ -178,6 +179,12 @@ class _Watched:
         except Exception as error:
             self.problem = f"closing its session failed: {type(error).__name__}: {error}"
             logger.exception("zeroguard run: engine %d: closing its session failed", self.number)
+
+    def tell(self, error: BaseException) -> None:
+        """LOCAL. The script ends with ``error``; what is known of the other ranks is added to it."""
+        session = self._session() if self._session is not None else None
+        if session is not None and self.state == "open":
+            session.on_exception(error)
 
     def text(self) -> str:
         """Its part of the summary."""
@@ -244,6 +251,12 @@ class Launch:
         """Take back what :meth:`start` did; nothing is printed."""
         atexit.unregister(self._finish)
         self._give_back()
+
+    def tell(self, error: BaseException) -> None:
+        """LOCAL. The script ends with ``error``, which is about to be printed."""
+        if os.getpid() == self._process:
+            for watched in self.engines:
+                watched.tell(error)
 
     def _give_back(self) -> None:
         while self._undo:

@@ -160,6 +160,7 @@ class LoopCallback:
     ) -> None:
         self.wrap = wrap
         self._failed = False
+        self._error: BaseException | None = None
         self._told: Any = None
         self._order: _CallOrder | None = None
         if wrap:
@@ -173,7 +174,7 @@ class LoopCallback:
 
     def on_step_begin(self) -> None:
         """LOCAL. Before the first forward of a step, or of each micro-batch if on_step_end ends each."""
-        self._failed = False
+        self._failed, self._error = False, None
         self._called("on_step_begin")
 
     def on_before_backward(self) -> None:
@@ -227,14 +228,18 @@ class LoopCallback:
             self._told.mode_changed(True)
 
     def on_exception(self, error: BaseException) -> None:
-        """LOCAL. The loop has caught ``error``. Calls nothing collective and waits for nothing; training may go on."""
-        self._failed = True
+        """LOCAL. The loop has caught ``error``. Calls nothing collective and waits for nothing; training may go on. If
+        :meth:`close` comes next instead, the other ranks are told that this one left with ``error``."""
+        self._failed, self._error = True, error
         if self._order is not None and not self.session.closed:
             self._order.forget()
             self._told.raised(error)
 
     def close(self) -> None:
-        """LOCAL, idempotent. Give the engine back; after on_exception nothing is waited for."""
+        """LOCAL, idempotent. Give the engine back; after on_exception nothing is waited for but the job's store
+        (:meth:`zeroguard.Session.on_exception`)."""
+        if self._error is not None:
+            self.session.on_exception(self._error)
         self.session.close(failed=self._failed)
 
     def _called(self, name: str) -> bool:
