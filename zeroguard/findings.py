@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Finding", "Repair", "Severity", "name_list"]
+__all__ = ["Finding", "Repair", "Severity", "name_list", "said", "shown"]
 
 Severity = Literal["error", "warning", "info"]
 
@@ -20,6 +20,24 @@ def name_list(names: tuple[str, ...]) -> str:
     shown = ", ".join(names[:NAMES_SHOWN])
     rest = len(names) - NAMES_SHOWN
     return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+def shown(value: object, limit: int = 300) -> str:
+    """A value in a message: its repr, cut off where it is long. It came from a user, and may be anything."""
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+def said(error: BaseException, limit: int = 300) -> str:
+    """The kind of an exception and its message, which may raise in turn: it comes from somebody's plugin."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception as second:
+        text = f"{type(error).__name__}, whose message cannot be had: {type(second).__name__}"
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +57,7 @@ class Finding:
         remedy: what to change in the user's code.
         repaired: whether zeroguard put it right.
         effect: what it does to the training, in plain words.
+        detail: further lines, such as a traceback.
     """
 
     guard: str
@@ -53,6 +72,7 @@ class Finding:
     remedy: str
     repaired: bool = False
     effect: str = ""
+    detail: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able dict with every field."""
@@ -70,6 +90,7 @@ class Finding:
         if self.effect:
             lines.append(f"  effect:     {self.effect}")
         lines += [f"  cause:      {self.cause}", f"  what to do: {self.remedy}"]
+        lines += [f"  {line}" for line in self.detail.splitlines()]
         return "\n".join(lines)
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from zeroguard.backends.base import Engine, EngineFacts, Request
 from zeroguard.events import Event
-from zeroguard.findings import Finding, Severity
+from zeroguard.findings import Finding, Severity, shown
 
 __all__ = ["Choice", "Guard", "GuardModel", "Outcome", "unknown_keys"]
 
@@ -29,7 +29,8 @@ def unknown_keys(cls: type[BaseModel], data: Any) -> Any:
 
                 near = get_close_matches(str(key), allowed, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"unknown key {key!r} (value {value!r}); allowed: {', '.join(allowed)}{hint}")
+                what = f"unknown key {shown(key)} (value {shown(value)})"
+                raise ValueError(f"{what}; allowed: {', '.join(allowed)}{hint}")
     return data
 
 
@@ -69,6 +70,10 @@ class Guard:
     """Whether it is left out of the automatic choice, and runs only where the configuration lists it."""
     evaluates: ClassVar[bool] = False
     """Whether it has something to do on an engine without an optimizer, which only evaluates."""
+    collective: bool = False
+    """Whether other ranks wait in what it reads or repairs. Such a guard is switched off on all ranks or on none."""
+    communicates: ClassVar[bool] = False
+    """Whether it needs collectives of its own on several ranks; then ``agree: false`` leaves it out."""
     Config: ClassVar[type[GuardModel]]
 
     def __init__(self, config: Any, engine: Engine) -> None:
@@ -88,6 +93,11 @@ class Guard:
     def handlers(self) -> dict[type[Event], Handler]:
         """Which events this guard wants, and what handles each."""
         raise NotImplementedError
+
+    def owes(self, event: Event) -> Iterable[Request]:
+        """Called when the handler of ``event`` raised: the COLLECTIVE part of its work, in which other ranks wait.
+        Requests that it has made are not carried out again; a read it must not repeat itself."""
+        return ()
 
     def fingerprint(self) -> int:
         """What this rank did in the window that was stepped last, as a number of at most 62 bits, once; 0 for nothing
