@@ -3,14 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-OLD_RELEASES := 0.16.9 0.17.6 0.18.5 0.19.2
+OLD_RELEASES := 0.16.9 0.17.6 0.18.5 0.19.2 0.19.6
 RELEASES := $(addprefix .releases/,$(addsuffix /.installed,$(OLD_RELEASES)))
+# The oldest torch that pyproject.toml allows. It and the newest are gigabytes, and no test needs them: make compat alone.
+OLD_TORCH := 2.4.0
 # The oldest trainers that the integration tests run with; each folder holds what must not be newer there.
 LIGHTNING_OLD := lightning==2.4.0 pytorch_lightning==2.4.0
 HF_OLD := transformers==4.51.3 accelerate==1.6.0 tokenizers==0.21.4 huggingface_hub==0.36.0 requests==2.32.3 urllib3==2.2.3 \
   charset_normalizer==3.4.0 certifi==2025.1.31
 
-.PHONY: all install demo test releases trainers gallery fuzz lint schema bench clean
+.PHONY: all install demo test releases trainers gallery fuzz lint schema bench compat drift newest scale soak clean
 
 all: demo
 
@@ -69,6 +71,31 @@ gallery: install releases
 # Random legal programs beside plain PyTorch, for as long as one likes; a failure prints its seed and the shrunk program.
 fuzz: install
 	FUZZ_EXAMPLES=500 $(BIN)/python -m pytest tests/fuzz -n 2 --dist loadscope
+
+# Which guard does what on which releases, from what is seen here, into docs/compatibility.md.
+compat: install releases .releases/torch-$(OLD_TORCH)/.installed .releases/torch-newest/.installed
+	$(BIN)/python -m tests.contract.compat --write
+
+# The same on the newest releases that the package index has now, and nothing is written: exit status 1 tells.
+drift: install newest
+	$(BIN)/python -m tests.contract.compat --deepspeed newest --torch installed newest
+
+newest: install
+	rm -rf .releases/newest .releases/torch-newest
+	$(PIP) install -q --no-deps --no-build-isolation --target .releases/newest deepspeed
+	$(MAKE) .releases/torch-newest/.installed
+
+.releases/torch-%/.installed: | $(VENV)/.installed
+	rm -rf $(@D)
+	$(PIP) install -q --target $(@D) torch$(if $(filter newest,$*),,==$*)
+	touch $@
+
+# 2000 steps with everything on: memory, handles and hooks stay flat, nothing is found, the bits are the unguarded ones.
+soak: install
+	nice $(BIN)/python -m tests.benchmarks.soak
+
+scale: install
+	$(BIN)/python -m tests.benchmarks.scale --write
 
 lint: install
 	$(BIN)/ruff check zeroguard tests examples

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from pydantic_core import CoreSchema, core_schema
 
 from zeroguard.backends.base import Engine, EngineFacts
 from zeroguard.errors import ConfigError
+from zeroguard.files import parse, read_text
+from zeroguard.findings import said, shown
 from zeroguard.guards.accumulation import AccumulationGuard
 from zeroguard.guards.accumulator_reset import AccumulatorResetGuard
 from zeroguard.guards.base import Choice, Guard, GuardModel
@@ -109,7 +110,7 @@ def _left_out(guard: type[Guard], what: str, error: Exception) -> Choice:
     who = [plugin.distribution for plugin in found_plugins() if plugin.guard is guard]
     if not who:
         raise error
-    reason = f"{what} of {guard.__name__}, from {who[0]}, raised {type(error).__name__}: {error}"
+    reason = f"{what} of {guard.__name__}, from {who[0]}, raised {said(error)}"
     warnings.warn(
         f"zeroguard: guard {guard.name!r} is left out: {reason}. Other guards are not affected.", stacklevel=3
     )
@@ -180,9 +181,21 @@ class GuardConfig(GuardModel):
     on_unavailable: Literal["raise", "warn"] = "raise"
     """What happens when a guard cannot act on this DeepSpeed release: ``raise`` an error that names the missing
     attribute, or ``warn`` and go on without it."""
+    on_guard_error: Literal["disable", "raise"] = "disable"
+    """What happens when zeroguard itself breaks: a guard or a sink raises. ``disable``: a finding of severity warning
+    holds the traceback, the guard is switched off on all ranks together, and training goes on as if it had never been
+    there. ``raise``: the exception comes through, for who writes a guard or a sink."""
     agree: bool = True
     """Whether ranks agree on stopping, with one all-reduce of eight bytes a rank at the end of each step, which also
-    compares what they did. Only ``on_violation: raise`` on several ranks needs it."""
+    compares what they did. Only ``on_violation: raise`` on several ranks needs it. With ``false`` zeroguard does not
+    communicate, by the heartbeat either, but for ``gradient_audit`` at an audited step."""
+    agree_every_n_steps: int = Field(default=1, ge=1)
+    """Ranks agree at the end of each n-th step, the same n on all of them. With more than 1 a finding stops the run up
+    to n - 1 steps later, and what ranks did is compared at the n-th steps only."""
+    heartbeat: bool = True
+    """Whether each rank says in the job's store, once a second and from a thread of its own, where its loop is, so that
+    an exception out of a collective can name the rank that is missing. Needs ``agree: true``, several ranks and a
+    TCPStore, as torchrun and DeepSpeed's launcher set it up."""
     max_findings: int = Field(default=1000, ge=1)
     """How many findings, and how many repairs, are kept; later ones are only counted."""
     # A list of dicts: what jsonargparse appends to, and can write into the configuration that LightningCLI saves.
@@ -237,7 +250,7 @@ def load_config(source: GuardConfig | dict[str, Any] | str | Path | None) -> Gua
 
 def wrong_kind(source: object) -> str:
     """The text for something that cannot hold a configuration."""
-    return f"a configuration is a GuardConfig, a dict, a path or None, not {type(source).__name__} ({source!r})"
+    return f"a configuration is a GuardConfig, a dict, a path or None, not {type(source).__name__} ({shown(source)})"
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -246,40 +259,10 @@ def read_file(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: naming the file.
     """
-    data = _parse(path)
+    data = parse(path, read_text(path))
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: holds {type(data).__name__} ({data!r}); a mapping of keys to values is needed")
+        raise ConfigError(f"{path}: holds {type(data).__name__} ({shown(data)}); a mapping of keys to values is needed")
     return data
-
-
-def _parse(path: Path) -> Any:
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file; give a .yaml, .yml, .json or .toml file")
-    suffix = path.suffix.lower()
-    try:
-        text = path.read_text(encoding="utf-8")
-        if suffix == ".json":
-            return json.loads(text)
-        if suffix == ".toml":
-            import tomllib
-
-            return tomllib.loads(text)
-        if suffix in (".yaml", ".yml"):
-            import yaml  # type: ignore[import-untyped]
-
-            data = yaml.safe_load(text)
-            return {} if data is None else data  # an empty file; not "or", which takes [] and false for one too
-    except ImportError as error:
-        raise ConfigError(f"{path}: reading this file needs a package that is missing: {error}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid {suffix[1:].upper()}: {error}") from error
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # yaml's errors share no base with ValueError
-        if type(error).__module__.startswith("yaml"):
-            raise ConfigError(f"{path}: not valid YAML: {error}") from error
-        raise
-    raise ConfigError(f"{path}: unknown kind of file {suffix!r}; allowed: .yaml, .yml, .json, .toml")
 
 
 #: What pydantic calls an entry of a list of guards or sinks that does not say which one it is, and no list at all.
@@ -297,16 +280,16 @@ def explain(error: ValidationError) -> Iterable[str]:
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] in _UNNAMED and _names(place):
             names = ", ".join(map(repr, _names(place)))
-            yield f"{key}: {item['input']!r} has no key 'name'; allowed: a mapping with a name out of {names}"
+            yield f"{key}: {shown(item['input'])} has no key 'name'; allowed: a mapping with a name out of {names}"
         elif item["type"] in _NO_LIST and len(place) == 1:
             names = ", ".join(map(repr, _names(place)))
-            yield f"{key}: {item['input']!r} is not a list; allowed: a list of mappings with a name out of {names}"
+            yield f"{key}: {shown(item['input'])} is not a list; allowed: a list of mappings with a name out of {names}"
         elif allowed:
-            yield f"{key}: {item['input']!r} is not allowed; allowed: {allowed}"
+            yield f"{key}: {shown(item['input'])} is not allowed; allowed: {allowed}"
         elif item["type"] == "value_error":
             yield f"{key}: {message}"
         else:
-            yield f"{key}: {item['input']!r}: {message}"
+            yield f"{key}: {shown(item['input'])}: {message}"
 
 
 def _names(place: Sequence[int | str]) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Literal, get_args, get_origin
 
+from zeroguard.findings import said
 from zeroguard.guards.base import Guard, GuardModel
 
 __all__ = ["GROUP", "Plugin", "plugins"]
@@ -84,7 +85,7 @@ def _load(point: EntryPoint) -> tuple[type[Guard] | None, str]:
         guard = point.load()
         problem = _wrong(guard, point.name)
     except (Exception, SystemExit) as error:  # a module may do anything when it is imported
-        return None, f"{type(error).__name__}: {error}"
+        return None, said(error)
     return (None, problem) if problem else (guard, "")
 
 

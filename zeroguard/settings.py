@@ -17,6 +17,8 @@ from pydantic import ValidationError
 
 from zeroguard.config import GuardConfig, explain, read_file, wrong_kind
 from zeroguard.errors import ConfigError
+from zeroguard.files import json_of, plain
+from zeroguard.findings import shown
 from zeroguard.guards.base import unknown_keys
 
 __all__ = ["ENGINE_KEY", "FILES", "OTHER_VARIABLES", "PREFIX", "Resolved", "known", "resolve", "variables"]
@@ -192,10 +194,10 @@ def _variable_layers(mine: Mapping[str, str]) -> Iterator[_Layer]:
         if is_json or source.field_is_complex(field):
             # Not through the source's own call: it drops "null", which here means the automatic choice.
             try:
-                value = source.decode_complex_value(name, field, text)
+                value = plain(json_of, text)
             except ValueError as error:
                 raise ConfigError(
-                    f"{where}: {text!r} is not valid JSON ({error}); allowed: JSON text, such as "
+                    f"{where}: {shown(text)} is not valid JSON ({error}); allowed: JSON text, such as "
                     f"{PREFIX}{name.upper()}='{_EXAMPLES.get(name, '...')}'"
                 ) from error
         yield _Layer(where, where, {name: value})
@@ -221,7 +223,8 @@ def _file(given: Path | None, named: Path | None, directory: Path | None) -> Ite
 
 
 def _discover(folder: Path) -> Iterator[_Layer]:
-    found = [folder / name for name in FILES if (folder / name).is_file()]
+    # lexists: one that cannot be read is told, and not passed over.
+    found = [folder / name for name in FILES if os.path.lexists(folder / name)]
     if len(found) > 1:
         # Which of them would count cannot be seen in either.
         raise ConfigError(f"{' and '.join(map(str, found))}: more than one configuration file; keep one of them")
@@ -238,7 +241,7 @@ def _read(path: Path) -> _Layer:
     label = f"[tool.zeroguard] in {path}"
     table = _table(data)
     if not isinstance(table, dict):
-        what = "there is no such table" if table is None else f"is {table!r}, not a table"
+        what = "there is no such table" if table is None else f"is {shown(table)}, not a table"
         raise ConfigError(f"{label}: {what}")
     return _Layer(label, label, table)
 
@@ -257,7 +260,7 @@ def _engine(config: Mapping[str, Any] | None) -> Iterator[_Layer]:
     values = config[ENGINE_KEY]
     if not isinstance(values, Mapping):
         raise ConfigError(
-            f"{_ENGINE}: holds {type(values).__name__} ({values!r}); a mapping of keys to values is needed"
+            f"{_ENGINE}: holds {type(values).__name__} ({shown(values)}); a mapping of keys to values is needed"
         )
     wrong = [f"{_ENGINE}: {key}: {_AUTO}" for key in _autos(values)]
     if wrong:

@@ -10,12 +10,14 @@ from typing import IO, Any
 from zeroguard import __version__
 from zeroguard.config import GUARDS, found_plugins
 from zeroguard.errors import ConfigError
+from zeroguard.files import plain, read_text, unique
 from zeroguard.guards.base import GuardModel
 from zeroguard.settings import Resolved
 
 __all__ = ["as_json", "as_yaml", "read_engine_config", "write_table"]
 
 Rows = list[tuple[str, ...]]
+_GIVE = "give a DeepSpeed configuration in JSON"
 
 
 def read_engine_config(path: Path) -> Mapping[str, Any]:
@@ -30,11 +32,9 @@ def read_engine_config(path: Path) -> Mapping[str, Any]:
     except ImportError:
         parser = json
     try:
-        data = parser.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+        data = plain(lambda text: parser.loads(text, object_pairs_hook=unique), read_text(path, _GIVE))
     except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from error
+        raise error if isinstance(error, ConfigError) else ConfigError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path}: holds {type(data).__name__}; a DeepSpeed configuration is a mapping")
     return data

@@ -12,15 +12,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["TABLE", "VERIFIED", "Attribute", "missing", "version_tuple"]
+__all__ = ["TABLE", "VERIFIED", "Attribute", "missing", "trains", "version_tuple"]
 
 #: Releases that the contract tests run against.
-VERIFIED = ("0.16.9", "0.17.6", "0.18.5", "0.19.2", "0.19.8")
+VERIFIED = ("0.16.9", "0.17.6", "0.18.5", "0.19.2", "0.19.6", "0.19.8")
 
-ALL = frozenset({"host_read", "accumulation", "retained_graph", "accumulator_reset", "param_status"})
-GRADIENT = frozenset({"accumulation", "retained_graph", "accumulator_reset"})
-#: Not a guard: session.grad_norms() and session.gradients().
+#: Not a guard: session.grad_norms() and session.gradients(). The audit needs all that they need, and more.
 READ = "reading"
+AUDIT = "gradient_audit"
+#: Those that are told of each backward and of zero_grad.
+GRADIENT = frozenset({"accumulation", "retained_graph", "accumulator_reset", AUDIT})
+ALL = GRADIENT | {"host_read", "param_status", AUDIT, READ}
 #: Those that change what DeepSpeed does with gradients.
 REPAIRING = frozenset({"retained_graph", "accumulator_reset"})
 
@@ -30,7 +32,7 @@ class Attribute:
     """One foreign attribute.
 
     Attributes:
-        owner: ``engine``, ``optimizer``, ``hook_state``, ``module`` or ``param``.
+        owner: ``engine``, ``optimizer``, ``hook_state`` (the optimizer's), ``module`` or ``param``.
         name: the attribute; private names of classes in their mangled form.
         guards: the guards that cannot act without it.
         stages: the layouts where it must exist: a ZeRO stage, or ``bf16`` for BF16_Optimizer.
@@ -53,7 +55,7 @@ class Attribute:
         """Whether ``guard`` needs this attribute on an engine of that layout, release and offload."""
         here = version_tuple(version)
         return (
-            guard in self.guards
+            (guard in self.guards or (guard == AUDIT and READ in self.guards))
             and layout in self.stages
             and (not self.since or here >= version_tuple(self.since))
             and (not self.until or here < version_tuple(self.until))
@@ -88,8 +90,8 @@ TABLE: tuple[Attribute, ...] = (
     _a("engine", "forward", ALL, (0, *_B), "no forward is seen"),
     _a("engine", "backward", ALL, (0, *_B), "no engine.backward is seen"),
     _a("engine", "step", ALL, (0, *_B), "a violation cannot be raised after the step's bookkeeping"),
-    _a("engine", "zero_grad", {"accumulator_reset"}, _B, "engine.zero_grad leaves the accumulators as they are"),
-    _a("engine", "_backward_epilogue", GRADIENT, _B, "the end of a backward is not seen"),
+    _a("engine", "zero_grad", GRADIENT, (0, *_B), "engine.zero_grad leaves the accumulators as they are"),
+    _a("engine", "_backward_epilogue", GRADIENT, (0, *_B), "the end of a backward is not seen"),
     _a(
         "engine",
         "_backward_prologue",
@@ -115,13 +117,15 @@ TABLE: tuple[Attribute, ...] = (
         since="0.18.0",
     ),
     _a("engine", "_running_engine_backward", {"retained_graph"}, (0,), "loss.backward() stays refused", since="0.18.0"),
-    _a("engine", "is_gradient_accumulation_boundary", GRADIENT, _B, "boundary backwards cannot be told apart"),
+    _a("engine", "is_gradient_accumulation_boundary", GRADIENT, (0, *_B), "boundary backwards cannot be told apart"),
     _a("engine", "save_checkpoint", {"param_status"}, (3,), "no check before a checkpoint"),
-    _a("engine", "get_global_grad_norm", (), (0, *_B), "no gradient norm for the trainer's logger"),
+    _a("engine", "get_global_grad_norm", {AUDIT}, (0, *_B), "the norm by which DeepSpeed clips is not known"),
+    _a("engine", "gradient_clipping", {AUDIT}, (0, *_B), "the norm at which DeepSpeed clips is not known"),
+    _a("engine", "communication_data_type", {AUDIT}, (0, *_B), "it is not known how gradients are rounded"),
     _a("engine", "device", {READ}, (0, *_B), "it is not known where gradients are wanted"),
     # -- the ZeRO optimizer --------------------------------------------------------------------------------------
     _a("optimizer", "step", ALL, (0, *_B), "no optimizer step is seen"),
-    _a("optimizer", "zero_grad", {"accumulator_reset"}, _B, "optimizer.zero_grad leaves the accumulators as they are"),
+    _a("optimizer", "zero_grad", GRADIENT, _B, "optimizer.zero_grad leaves the accumulators as they are"),
     _a("optimizer", "micro_step_id", REPAIRING, _Z, "accumulating and overwriting backwards cannot be told apart"),
     _a(
         "optimizer",
@@ -134,6 +138,10 @@ TABLE: tuple[Attribute, ...] = (
         "optimizer", "clear_backward_seen_flag", {"retained_graph"}, _B, "a backward cannot be re-armed", since="0.18.0"
     ),
     _a("optimizer", "_backward_hook_state", {"retained_graph"}, _B, "the backward state is not seen", since="0.18.0"),
+    _a("hook_state", "backward_active_depth", GRADIENT, _B, "a backward cannot be left", since="0.18.0"),
+    _a("hook_state", "remaining_grad_acc_hooks", GRADIENT, _B, "a backward cannot be left", since="0.18.0"),
+    _a("hook_state", "reset_for_new_step", GRADIENT, _B, "a backward reaches the next step", since="0.18.0"),
+    _a("optimizer", "optimizer", {AUDIT}, _Z, "learning rates are not known"),
     _a("optimizer", "ipg_buckets", {"accumulator_reset"}, _Z, "half-reduced gradients stay behind", since="0.17.0"),
     _a("optimizer", "params_already_reduced", {"accumulator_reset"}, _Z, "half-reduced gradients stay behind"),
     # stages 1 and 2
@@ -142,7 +150,8 @@ TABLE: tuple[Attribute, ...] = (
     _a(
         "engine", "enable_backward_allreduce", {"retained_graph"}, (1, 2), "backwards without parameter gradients crash"
     ),
-    _a("optimizer", "bit16_groups", {*REPAIRING, READ}, (1, 2), "parameters cannot be listed"),
+    _a("optimizer", "bit16_groups", {*GRADIENT, READ}, (1, 2), "parameters cannot be listed"),
+    _a("optimizer", "partition_gradients", {"accumulator_reset"}, (1, 2), "ZeRO-1 and ZeRO-2 cannot be told apart"),
     _a("optimizer", "params_in_partition", {"accumulator_reset", READ}, (1, 2), "this rank's parameters are not known"),
     _a("optimizer", "get_param_id", {"accumulator_reset", READ}, (1, 2), "parameters cannot be told apart"),
     _a("optimizer", "grad_start_offset", {READ}, (1, 2), "a parameter's piece is not known"),
@@ -203,14 +212,27 @@ TABLE: tuple[Attribute, ...] = (
         offload=True,
     ),
     # BF16_Optimizer
-    _a("optimizer", "bf16_groups", {"accumulator_reset", READ}, ("bf16",), "parameters cannot be listed"),
+    _a(
+        "optimizer",
+        "bf16_groups",
+        {"accumulation", "accumulator_reset", READ},
+        ("bf16",),
+        "parameters cannot be listed",
+    ),
     _a("optimizer", "fp32_groups_has_gradients", {"accumulator_reset", READ}, ("bf16",), "idle ones are not known"),
     _a("optimizer", "fp32_groups_gradient_flat_partition", {READ}, ("bf16",), "the fp32 gradients are not seen"),
     _a("optimizer", "clear_lp_grads", {"accumulator_reset"}, ("bf16",), "bf16 gradients stay behind"),
     _a("optimizer", "clear_hp_grads", {"accumulator_reset"}, ("bf16",), "fp32 gradients stay behind"),
     _a("optimizer", "fp32_groups_flat_partition", {"accumulator_reset"}, ("bf16",), "master weights are not seen"),
     # stage 3
-    _a("optimizer", "fp16_groups", {"accumulator_reset", "param_status", READ}, (3,), "parameters cannot be listed"),
+    _a(
+        "optimizer",
+        "fp16_groups",
+        {"accumulation", "accumulator_reset", "param_status", READ},
+        (3,),
+        "parameters cannot be listed",
+    ),
+    _a("optimizer", "sub_group_to_group_id", {AUDIT}, (3,), "learning rates are not known"),
     _a("optimizer", _S3, {"accumulator_reset", READ}, (3,), "the gradient partitions are not seen"),
     _a("optimizer", "grad_partitions_flat_buffer", {"accumulator_reset"}, (3,), "the gradient partitions are not seen"),
     _a(
@@ -230,6 +252,7 @@ TABLE: tuple[Attribute, ...] = (
         since="0.17.0",
         offload=True,
     ),
+    _a("optimizer", "get_fp32_grad_partitions", {"host_read"}, (3,), "gradient reads do not wait", offload=True),
     _a(
         "optimizer", "_constant_buffered_norm2", {"accumulator_reset"}, (3,), "the gradient norm is wrong", offload=True
     ),
@@ -241,12 +264,20 @@ TABLE: tuple[Attribute, ...] = (
     _a("param", "ds_active_sub_modules", {"param_status"}, (3,), "claims of submodules are not seen"),
     _a("param", "ds_persist", {"param_status"}, (3,), "persistent parameters cannot be told apart"),
     _a("param", "ds_tensor", {"accumulator_reset"}, (3,), "a parameter's partition is not seen"),
-    _a("param", "ds_id", {READ}, (3,), "a parameter's gradient partition is not found"),
-    _a("param", "ds_numel", {READ}, (3,), "a parameter's size is not known"),
+    _a("param", "ds_id", {"accumulator_reset", READ}, (3,), "a parameter's gradient partition is not found"),
+    _a("param", "ds_numel", {"param_status", READ}, (3,), "a parameter's size is not known"),
     _a("param", "ds_shape", {READ}, (3,), "a parameter's shape is not known"),
     _a("param", "ds_process_group", {READ}, (3,), "it is not known which ranks share a parameter"),
+    _a("param", "partition", {"accumulation"}, (3,), "writes to gathered weights that are lost are not seen"),
     _a("param", "partition_numel", {READ}, (3,), "the size of a partition is not known"),
 )
+
+
+def trains(optimizer: Any) -> bool:
+    """LOCAL. Whether this is an optimizer. An engine that only evaluates has None in its place, or under ZeRO-3 what
+    gathers the parameters."""
+    # Not step alone: a release that calls it something else must not pass for an engine that evaluates.
+    return any(hasattr(optimizer, name) for name in ("step", "zero_grad", "param_groups"))
 
 
 def _owner(name: str, engine: Any) -> Any:
@@ -256,17 +287,20 @@ def _owner(name: str, engine: Any) -> Any:
         return engine.optimizer
     if name == "module":
         return engine.module
+    if name == "hook_state":
+        return getattr(engine.optimizer, "_backward_hook_state", None)
     return next(iter(engine.module.parameters()), None)
 
 
 def missing(engine: Any, guard: str, *, layout: int | str, version: str, offload: bool) -> list[Attribute]:
     """LOCAL. The attributes that ``guard`` needs on this engine and that are not there. An engine that only evaluates
     has no optimizer, and is not asked for its parts."""
-    trains = callable(getattr(engine.optimizer, "step", None))
-    return [
-        item
-        for item in TABLE
-        if (trains or item.owner != "optimizer")
-        and item.wanted(guard, layout, version, offload)
-        and not hasattr(_owner(item.owner, engine), item.name)
-    ]
+    gone, training = [], trains(engine.optimizer)
+    for item in TABLE:
+        if not item.wanted(guard, layout, version, offload) or (item.owner == "optimizer" and not training):
+            continue
+        owner = _owner(item.owner, engine)
+        # A part that is itself gone is named by a row of its own.
+        if owner is not None and not hasattr(owner, item.name):
+            gone.append(item)
+    return gone

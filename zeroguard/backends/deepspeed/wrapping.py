@@ -44,6 +44,29 @@ class _Wrapper:
         return copy.deepcopy(original, memo) if function is None else function.__get__(copied)
 
 
+class _Shared(_Wrapper):
+    """The same for a method that thousands of objects have: one function serves all of them, and what the wrapper says
+    of itself is looked up when somebody asks."""
+
+    def __init__(
+        self, patches: Patches, obj: Any, name: str, original: Callable[..., Any], inner: Callable[..., Any]
+    ) -> None:
+        self._parts = (patches, obj, name, original, inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        patches, _, _, original, inner = self._parts
+        return inner(original, *args, **kwargs) if patches.live else original(*args, **kwargs)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self._parts[3]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_parts":  # while it is copied
+            raise AttributeError(name)
+        return getattr(self._parts[3], name)
+
+
 class Patches:
     """A stack of changes to foreign objects; :meth:`undo` takes them back in reverse order."""
 
@@ -60,6 +83,10 @@ class Patches:
         """
         original = getattr(obj, name)
         self.attribute(obj, name, _Wrapper(self, obj, name, original, make(original)))
+
+    def shared(self, obj: Any, name: str, inner: Callable[..., Any]) -> None:
+        """The same for one of thousands of objects: ``inner(original, ...)``, one function for all of them."""
+        self.attribute(obj, name, _Shared(self, obj, name, getattr(obj, name), inner))
 
     def attribute(self, obj: Any, name: str, value: Any) -> None:
         """Set ``obj.name``; the earlier value, or its absence from the instance, comes back with :meth:`undo`."""
