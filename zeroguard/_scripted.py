@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 __all__ = ["ScriptedAccelerator", "ScriptedEvent", "ScriptedStream", "scripted_accelerator"]
 
 
 #: torch's own, whatever stands in torch.Tensor meanwhile
-_copy = torch._C.TensorBase.copy_
+_copy, _to = torch._C.TensorBase.copy_, torch._C.TensorBase.to
 
 
 class _Copy:
@@ -178,9 +179,22 @@ class _Device:
         return _copy(target, source, non_blocking)
 
 
+class _Start:
+    """The operation copy_ as a dispatch mode gets it: to call it is to start the copy."""
+
+    overloadpacket = torch.ops.aten.copy_
+    _schema = torch.ops.aten.copy_.default._schema
+
+    def __init__(self, device: _Device) -> None:
+        self._device = device
+
+    def __call__(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        return self._device.copy(target, source, non_blocking)
+
+
 @contextlib.contextmanager
 def _intercepted(device: _Device) -> Iterator[None]:
-    """``Tensor.copy_`` and ``Tensor.record_stream`` of this process go to the device.
+    """``Tensor.copy_``, ``Tensor.to`` and ``Tensor.record_stream`` of this process go to the device.
 
     Replaced on the class, because nothing milder sees both inside an autograd hook: a TorchFunctionMode is off while
     ``Tensor.backward`` runs, which is itself a function that it handles, and no mode sees ``record_stream``, whose
@@ -188,12 +202,27 @@ def _intercepted(device: _Device) -> Iterator[None]:
     """
 
     def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        return device.copy(self, src, non_blocking)
+        if _get_current_dispatch_mode() is None:
+            return device.copy(self, src, non_blocking)
+        # A copy that lands later starts no operation now, and a dispatch mode is there to see it.
+        with _pop_mode_temporarily() as mode:
+            return mode.__torch_dispatch__(_Start(device), (), (self, src, non_blocking), {})
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # Everything is on the CPU, so only non_blocking tells that a host tensor is to be brought to the device.
+        if not kwargs.get("non_blocking") or not device.is_host(self):
+            return _to(self, *args, **kwargs)
+        device.land_for(self)
+        # It is the device that reads here, in the order of its stream: nothing for a mode that watches the host.
+        hidden = _get_current_dispatch_mode() is not None
+        with _pop_mode_temporarily() if hidden else contextlib.nullcontext():
+            out = _to(self, *args, **kwargs)
+            return out.clone() if out is self else out
 
     def record_stream(self: torch.Tensor, stream: Any) -> None:
         return None  # nothing is freed early here
 
-    space: dict[str, Any] = {"copy_": copy_, "record_stream": record_stream}
+    space: dict[str, Any] = {"copy_": copy_, "to": to, "record_stream": record_stream}
     before: dict[str, Any] = {name: vars(torch.Tensor).get(name) for name in space}
     for name, function in space.items():
         setattr(torch.Tensor, name, function)
@@ -300,6 +329,9 @@ class ScriptedAccelerator:
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return self._device.is_host(tensor)
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return not self._device.is_host(tensor)
 
 
 def scripted_accelerator(inner: Any) -> Any:

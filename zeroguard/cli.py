@@ -3,6 +3,7 @@
 Commands::
 
     zeroguard run SCRIPT [ARG ...]    run a training script with its DeepSpeed engines guarded
+    zeroguard stress SCENARIO         a fault, or a command of yours, many times without and with guards, and a report
     zeroguard schema [--out FILE]     the JSON schema of the configuration
     zeroguard config show             the configuration, and where each of its values came from
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from zeroguard import ConfigError, GuardConfig, __version__, show
 from zeroguard.integrations import launcher
 from zeroguard.settings import resolve
+from zeroguard.stress import command as stress
 
 __all__ = ["main", "schema_text"]
 
@@ -67,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     # No abbreviations: whatever is not spelled out belongs to nobody, and is refused.
     run = commands.add_parser("run", help="run a training script with its engines guarded", allow_abbrev=False)
     launcher.add_options(run)
+    stress.add_options(
+        commands.add_parser("stress", help="run a fault, or a command of yours, many times", allow_abbrev=False)
+    )
     schema = commands.add_parser("schema", help="print the JSON schema of the configuration")
     schema.add_argument("--out", type=Path, metavar="FILE", help="write it to FILE instead of standard output")
     schema.set_defaults(run=_schema)
@@ -96,6 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: by argparse, for ``--help``, ``--version`` and wrong arguments; and whatever the script of ``run``
             raises.
     """
-    own, script = launcher.split(sys.argv[1:] if argv is None else argv)
-    arguments = _parser().parse_args(own, argparse.Namespace(script=script))
+    typed = list(sys.argv[1:] if argv is None else argv)
+    own, command = stress.split(typed)
+    own, script = launcher.split(own)
+    arguments = _parser().parse_args(own, argparse.Namespace(script=script, user_command=command, typed=typed))
     return int(arguments.run(arguments))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.integration.test_give_back import all_is_back
 from tests.integration.test_two_losses import silent
 from tests.lab.group import Lab
 
@@ -44,6 +45,20 @@ def test_guarded_reads_are_right(lab: Lab, mode: str, wait: str) -> None:
     assert answer["verdicts"]["host_read"] == "passed"
 
 
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("form", ["copy_", "to"])
+@pytest.mark.parametrize(
+    ("use", "found"),
+    [("norm", 1), ("item", 1), ("tolist", 1), ("numpy", 1), ("pickle", 1), ("onto the device", 0), ("view", 0)],
+)
+def test_detect_finds_reads_in_flight(lab: Lab, use: str, found: int, form: str, offload: bool) -> None:
+    case = {"call": "measured.detect", "form": form, "use": use, "offload": offload}
+    answer = lab.run(1, case, timeout=280)[0]
+    assert answer["findings"] == ["read_in_flight"] * found, answer
+    if use != "onto the device":
+        assert lab.run(1, {**case, "waited": True}, timeout=280)[0]["findings"] == []
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("gas", [1, 4])
 @pytest.mark.parametrize(("stage", "offload"), CONFIGURATIONS)
@@ -79,5 +94,4 @@ def test_healthy_programs_are_bit_identical(lab: Lab, program: str, stage: int, 
 
 @pytest.mark.parametrize(("stage", "offload"), CONFIGURATIONS)
 def test_everything_is_given_back(lab: Lab, stage: int, offload: bool) -> None:
-    answer = lab.run(1, {"call": "giveback.round_trip", "stage": stage, "offload": offload}, timeout=280)[0]
-    assert answer.get("changed") == [], answer
+    all_is_back(lab.run(1, {"call": "returned.course", "stage": stage, "offload": offload}, timeout=280)[0])
