@@ -187,6 +187,102 @@ def test_explicit_mode_replaces_nothing(worker: Worker) -> None:
     assert answer["left"] == []
 
 
+# -- DeepSpeed's own functions, and checkpoints, in the middle of a window --------------------------------------------
+
+
+@pytest.mark.parametrize("guarded", [True, ALONE], ids=["automatic", "alone"])
+@pytest.mark.parametrize(
+    ("what", "stage"),
+    [("full", 2), ("full", 3), ("local", 3), ("partitions", 3), ("checkpoint", 2), ("checkpoint", 3)],
+)
+def test_reads_and_checkpoints_in_the_middle_of_a_window(
+    worker: Worker, what: str, stage: int, guarded: Any, tmp_path: Any
+) -> None:
+    case = {"what": what, "stage": stage}
+    plain = worker("middle", **case, kind="plain", guarded=False, folder=str(tmp_path / "plain"))
+    answer = worker("middle", **case, guarded=guarded, folder=str(tmp_path / "guarded"))
+    assert len(plain["seen"]) == 4
+    assert all(plain["seen"])
+    assert answer["seen"] == plain["seen"]
+    assert answer["weights"] == plain["weights"]
+
+
+# -- detect ------------------------------------------------------------------------------------------------------------
+
+DETECT = {**host_read(detect=True), "on_violation": "record"}
+READING = ("item", "tolist", "numpy", "norm", "add", "add_", "copy to host", "cat", "foreach", "clone", "cast", "bool")
+HANDING_OUT = ("print", "pickle", "deepcopy", "equal", "column")
+
+
+@pytest.mark.parametrize("use", [*READING, *HANDING_OUT])
+def test_detect_finds_every_read_of_a_copy_in_flight(worker: Worker, use: str) -> None:
+    answer = worker("detect", source="user", use=use, guarded=DETECT)
+    assert answer["found"] == 0, "before the read"
+    (finding,) = answer["findings"]
+    assert (finding["kind"], finding["severity"]) == ("read_in_flight", "error")
+    assert "16 bytes" in finding["seen"]
+    assert "tests/lab/host_read.py" in finding["seen"]
+    assert "tests/lab/host_read.py" in finding["cause"]
+    assert "in _user_copy" in finding["cause"]
+
+
+def test_detect_finds_a_read_of_deepspeeds_copy_and_names_both_lines(worker: Worker) -> None:
+    answer = worker("detect", source="kept", use="norm", guarded=DETECT)
+    (finding,) = answer["findings"]
+    assert "stage_1_and_2.py" in finding["cause"]
+    assert "called from" in finding["cause"]
+    assert "tests/lab/host_read.py" in finding["seen"]
+
+
+@pytest.mark.parametrize("use", ["onto the device", "view", "shape", "fill"])
+@pytest.mark.parametrize("source", ["user", "kept"])
+def test_detect_leaves_alone_what_is_no_read(worker: Worker, source: str, use: str) -> None:
+    assert worker("detect", source=source, use=use, guarded=DETECT)["findings"] == []
+
+
+@pytest.mark.parametrize("source", ["view", "waited", "event", "other part", "blocking"])
+def test_detect_leaves_alone_what_was_waited_for(worker: Worker, source: str) -> None:
+    assert worker("detect", source=source, use="norm", guarded=DETECT)["findings"] == []
+
+
+@pytest.mark.parametrize("gas", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_detect_is_silent_on_a_loop_that_reads_nothing(worker: Worker, stage: int, gas: int) -> None:
+    """DeepSpeed's own reads are in order, and the weights are those of a run without it."""
+    answer = worker("quiet", guarded=DETECT, stage=stage, gas=gas)
+    assert answer["findings"] == []
+    assert answer["weights"] == worker.unguarded("quiet", kind="plain", stage=stage, gas=gas)["weights"]
+
+
+@pytest.mark.parametrize(("source", "found"), [("user", 1), ("kept", 1), ("waited", 0)])
+def test_detect_where_the_loop_announces_itself(worker: Worker, source: str, found: int) -> None:
+    case = {"call": "loop.over", "mode": "announced", "target": "host_read.detect", "source": source, "use": "norm"}
+    guarded = {"guards": [{"name": "automatic"}, *DETECT["guards"]], "on_violation": "record"}
+    (answer,) = worker.lab.run(1, {**case, "guarded": guarded})
+    assert [finding["kind"] for finding in answer["findings"]] == ["read_in_flight"] * found, answer
+
+
+def test_without_detect_nothing_is_found(worker: Worker) -> None:
+    assert worker("detect", source="user", use="norm", guarded=host_read())["findings"] == []
+
+
+def test_a_read_that_was_found_stops_the_run(worker: Worker) -> None:
+    (answer,) = worker.lab.run(
+        1, {"call": "host_read.detect", "source": "user", "use": "norm", "guarded": host_read(detect=True)}
+    )
+    assert answer["error"].startswith("GuardViolation")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_detect_leaves_nothing_behind(worker: Worker, nested: bool) -> None:
+    answer = worker("detector_leaves_nothing", nested=nested)
+    assert answer["works"] == 4.0
+    assert answer["during"] == [n + 1 for n in answer["before"]]
+    left = [1 * nested, 0]
+    assert answer["after"] == [n + more for n, more in zip(answer["before"], left, strict=True)]
+    assert len(answer["warnings"]) == nested
+
+
 @pytest.mark.parametrize("offload", [True, False])
 def test_a_tensor_of_the_users_own(worker: Worker, offload: bool) -> None:
     """session.host_read(t) is right for any host tensor, not only for DeepSpeed's."""

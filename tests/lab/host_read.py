@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import warnings
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 
-from tests.lab.programs import TwoHeads, batches, build, ds_config, guard_of, losses, record, release, weights
+from tests.lab.programs import DEVICE, TwoHeads, batches, build, ds_config, guard_of, losses, record, release, weights
 from zeroguard.testing import scripted_accelerator
 
 PINNED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
@@ -161,6 +163,181 @@ def explicit(how: str, form: str, guarded: Any) -> dict[str, Any]:
 def quiet(kind: str = "scripted", guarded: Any = True, **run: Any) -> dict[str, Any]:
     """Train and read nothing."""
     return _run(kind, guarded, lambda engine, session, micro: None, **run)
+
+
+def _user_copy(engine: Any, session: Any, kept: dict[str, Any]) -> Any:
+    """A copy of the user's own, from the device to page-locked memory."""
+    place = get_accelerator().pin_memory(torch.zeros(4))
+    place.copy_(torch.full((4,), 2.0), non_blocking=True)
+    return place
+
+
+def _kept_accumulator(engine: Any, session: Any, kept: dict[str, Any]) -> Any:
+    """The newest accumulator, past the view that waits."""
+    data = engine.optimizer.accumulated_grads_in_cpu
+    return list(getattr(data, "data", data).values())[-1]
+
+
+def _behind_view(engine: Any, session: Any, kept: dict[str, Any]) -> Any:
+    """The newest accumulator as the guard hands it out."""
+    return list(_dict(engine).values())[-1]
+
+
+def _waited(engine: Any, session: Any, kept: dict[str, Any]) -> Any:
+    place = _user_copy(engine, session, kept)
+    session.host_read(place)
+    return place
+
+
+def _event_waited(engine: Any, session: Any, kept: dict[str, Any]) -> Any:
+    place = _user_copy(engine, session, kept)
+    event = get_accelerator().Event()
+    event.record()
+    event.synchronize()
+    return place
+
+
+def _other_part(engine: Any, session: Any, kept: dict[str, Any]) -> Any:
+    """The half of a buffer that no copy is filling."""
+    place = get_accelerator().pin_memory(torch.zeros(8))
+    place[:4].copy_(torch.full((4,), 2.0), non_blocking=True)
+    return place[4:]
+
+
+def _blocking(engine: Any, session: Any, kept: dict[str, Any]) -> Any:
+    place = get_accelerator().pin_memory(torch.zeros(4))
+    return place.copy_(torch.full((4,), 2.0))
+
+
+SOURCES = {
+    "user": _user_copy,
+    "kept": _kept_accumulator,
+    "view": _behind_view,
+    "waited": _waited,
+    "event": _event_waited,
+    "other part": _other_part,
+    "blocking": _blocking,
+}
+
+
+def _onto_device(tensor: Any) -> Any:
+    return torch.zeros_like(tensor, device=DEVICE).copy_(tensor, non_blocking=True).sum()
+
+
+#: What is done with the host tensor; the last ones read nothing on the host.
+USES: dict[str, Callable[[Any], Any]] = {
+    "item": lambda t: t.view(-1)[0].item(),
+    "tolist": lambda t: t.tolist(),
+    "numpy": lambda t: t.numpy(),
+    "norm": lambda t: t.norm(),
+    "add": lambda t: t + 1,
+    "add_": lambda t: t.add_(0),
+    "copy to host": lambda t: torch.zeros(t.shape).add_(t),
+    "cat": lambda t: torch.cat([torch.zeros(1), t.flatten()]),
+    "foreach": lambda t: torch._foreach_norm([t]),
+    "clone": lambda t: t.clone(),
+    "cast": lambda t: t.double(),
+    "bool": lambda t: bool(t.view(-1)[0]),
+    "print": lambda t: repr(t),
+    "pickle": lambda t: pickle.dumps(t),
+    "deepcopy": lambda t: copy.deepcopy(t),
+    "equal": lambda t: torch.equal(t, t),
+    "column": lambda t: t.view(-1, 2)[:, 0].sum(),
+    "onto the device": _onto_device,
+    "view": lambda t: t.view(-1)[1:].t(),
+    "shape": lambda t: (t.shape, t.numel(), t.is_pinned(), torch.empty_like(t).shape, t.data_ptr()),
+    "fill": lambda t: t.zero_(),
+}
+
+
+def detect(source: str, use: str, guarded: Any) -> dict[str, Any]:
+    """What a use of a host tensor shows right after the first backward, with the detector or without."""
+    kept: dict[str, Any] = {}
+
+    def look(engine: Any, session: Any, micro: int) -> None:
+        if micro == 0:
+            tensor = SOURCES[source](engine, session, kept)
+            kept["found"] = len(session.findings)
+            USES[use](tensor)
+
+    return {**_run("scripted", guarded, look), **kept}
+
+
+def detector_leaves_nothing(nested: bool) -> dict[str, Any]:
+    """Whether PyTorch's stacks of modes are as before, also with somebody else's mode on top."""
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+    class Other(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    def stacks() -> list[int]:
+        return [len(_get_current_dispatch_mode_stack()), len(_get_current_function_mode_stack())]
+
+    answer: dict[str, Any] = {"before": stacks(), "warnings": []}
+    on_ = {"guards": [{"name": "host_read", "detect": True}]}
+    with on("scripted"), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        engine, _, _ = build(TwoHeads(), ds_config(2, True, zero=PINNED))
+        other = Other()
+        session = guard_of(engine, on_)
+        answer["during"] = stacks()
+        if nested:
+            other.__enter__()
+        session.close()
+        if nested:
+            other.__exit__(None, None, None)
+        answer["warnings"] = [str(w.message) for w in told if "zeroguard left" in str(w.message)]
+        answer["works"] = float((torch.ones(2) + 1).sum())
+        release(engine)
+    answer["after"] = stacks()
+    while len(_get_current_dispatch_mode_stack()) > answer["before"][0]:  # for the cases after this one
+        _get_current_dispatch_mode_stack()[-1].__exit__(None, None, None)
+    return answer
+
+
+def middle(what: str, folder: str, stage: int = 2, kind: str = "scripted", guarded: Any = True) -> dict[str, Any]:
+    """Reads of DeepSpeed's own functions, and a checkpoint, in the middle of an accumulation window and at its end."""
+    from deepspeed.utils import safe_get_full_grad, safe_get_local_grad
+
+    seen: list[list[float]] = []
+
+    def look(engine: Any, session: Any, micro: int) -> None:
+        params = list(engine.module.parameters())
+        if what == "partitions":
+            groups = engine.optimizer.get_fp32_grad_partitions()
+            seen.append([float(g.norm()) for group in groups.values() for g in group.values()])
+        elif what == "checkpoint":
+            engine.save_checkpoint(f"{folder}/{micro}")
+        else:
+            read = safe_get_full_grad if what == "full" else safe_get_local_grad
+            values = [read(p) for p in params]
+            seen.append([-1.0 if v is None else float(v.norm()) for v in values])
+
+    answer = _run(kind, guarded, look, stage=stage)
+    if what == "checkpoint":
+        seen = [_saved(f"{folder}/{micro}") for micro in range(4)]
+    return {**answer, "seen": seen}
+
+
+def _saved(folder: str) -> list[float]:
+    """The norms of all tensors in a checkpoint, by name."""
+    found: list[tuple[str, float]] = []
+
+    def walk(name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found.append((name, float(value.float().norm())))
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                walk(f"{name}.{key}", item)
+        elif isinstance(value, list | tuple):
+            for i, item in enumerate(value):
+                walk(f"{name}.{i}", item)
+
+    for path in sorted(Path(folder).rglob("*.pt")):
+        walk(path.name, torch.load(path, weights_only=False))
+    return [norm for _, norm in sorted(found)]
 
 
 def undone(guarded: Any = True) -> dict[str, Any]:

@@ -24,6 +24,10 @@ class HostReadConfig(GuardModel):
     ``session.host_read``. ``explicit``: only ``session.host_read`` waits."""
     wait: Literal["event", "stream", "device"] = "event"
     """What is waited for: the copies (``event``), everything on the streams that copied (``stream``), or the device."""
+    detect: bool = False
+    """For a test run: find every read by the host of page-locked memory that the device is still filling, of
+    DeepSpeed's buffers or of your own (``tensor.to("cpu", non_blocking=True)``), and report the line that read and the
+    line that copied. Every operation of PyTorch passes through Python meanwhile."""
 
 
 class HostReadGuard(Guard):
@@ -40,13 +44,15 @@ class HostReadGuard(Guard):
 
     @classmethod
     def choose(cls, facts: EngineFacts, config: Any) -> Choice:
-        if facts.stage == 0 or facts.offload_optimizer != "cpu":
+        if not config.detect and (facts.stage == 0 or facts.offload_optimizer != "cpu"):
             return Choice("not_applicable", f"{facts.describe()} has no gradients in host memory")
         if facts.resolves_data_dependency:
             return Choice(
                 "not_needed",
                 f"accelerator '{facts.accelerator}' resolves data dependencies: copies land before Python goes on",
             )
+        if config.detect and (facts.stage == 0 or facts.offload_optimizer != "cpu"):
+            return Choice("selected", "detect: every read of host memory that a copy is still filling is found")
         events = "DeepSpeed's own events" if facts.own_copy_events else "events recorded at each copy"
         return Choice(
             "selected",
@@ -55,7 +61,24 @@ class HostReadGuard(Guard):
         )
 
     def handlers(self) -> dict[type[ev.Event], Any]:
-        return {ev.HostRead: self._read, ev.StepBegin: self._step_begin, ev.StepEnd: self._step_end}
+        wanted: dict[type[ev.Event], Any] = {
+            ev.HostRead: self._read,
+            ev.StepBegin: self._step_begin,
+            ev.StepEnd: self._step_end,
+        }
+        return wanted | ({ev.ReadInFlight: self._in_flight} if self.config.detect else {})
+
+    def _in_flight(self, event: ev.ReadInFlight) -> Iterable[Outcome]:
+        self.checks += 1
+        yield self.finding(
+            "read_in_flight",
+            "error",
+            expected="a wait between a copy to the host and the first read of what it fills",
+            seen=f"{event.size} bytes were still on their way when they were read, at {event.reader}",
+            effect="the read gives an old value, or part old and part new; this one was made to wait",
+            cause=f"the copy was started with non_blocking=True, at {event.copier}, and nobody waited for it",
+            remedy="call session.host_read(tensor), or wait for an event recorded behind the copy, before the read",
+        )
 
     def _read(self, event: ev.HostRead) -> Iterable[Outcome]:
         self.checks += 1

@@ -11,7 +11,9 @@ from typing import Any
 
 from zeroguard.backends.base import EngineFacts
 from zeroguard.backends.deepspeed.adapter import DeepSpeedBackend
-from zeroguard.backends.deepspeed.attributes import TABLE, VERIFIED, missing
+from zeroguard.backends.deepspeed.attributes import TABLE, VERIFIED, missing, trains, version_tuple
+from zeroguard.backends.deepspeed.finite import checks_gradients
+from zeroguard.backends.deepspeed.older import adds_at_boundary
 from zeroguard.backends.deepspeed.rhythm import loss_scale, unasked_clipping
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "VERIFIED",
     "DeepSpeedBackend",
     "cannot_announce",
+    "cannot_guard",
     "config_of",
     "facts_of",
     "find_engine",
@@ -40,6 +43,7 @@ def find_engine(candidate: Any) -> tuple[Any, list[str]]:
         "_forward_module",
         "model_wrapped",
         "deepspeed",
+        "_orig_mod",
     )
     for path in paths:
         found = candidate
@@ -81,6 +85,7 @@ def facts_of(engine: Any) -> EngineFacts:
     accelerator = _accelerator()
     managed = getattr(engine, "managed_gradient_accumulation", None)
     param = next(iter(engine.module.parameters()), None)
+    version = sys.modules["deepspeed"].__version__
     return EngineFacts(
         stage=stage,
         offload_optimizer=offload,
@@ -95,13 +100,16 @@ def facts_of(engine: Any) -> EngineFacts:
         # Releases before this method existed knew only accelerators that do not resolve dependencies, and the CPU.
         resolves_data_dependency=bool(getattr(accelerator, "resolves_data_dependency", lambda: False)()),
         optimizer=type(optimizer).__name__,
-        deepspeed_version=sys.modules["deepspeed"].__version__,
+        deepspeed_version=version,
         torch_version=torch.__version__,
-        output_hooks=hasattr(engine, "_backward_prologue_per_tensor"),
+        # By the release too: where the attribute has another name, the guard is unavailable, and not left out.
+        output_hooks=hasattr(engine, "_backward_prologue_per_tensor") or version_tuple(version) >= (0, 18),
         own_copy_events=hasattr(optimizer, "_pending_offload_events"),
-        trains=callable(getattr(optimizer, "step", None)),
+        trains=trains(optimizer),
         loss_scale=loss_scale(engine),
         unasked_clipping=unasked_clipping(engine, config_of(engine)),
+        checks_gradients=checks_gradients(engine),
+        adds_at_boundary=adds_at_boundary(sys.modules["deepspeed"].__version__),
     )
 
 
@@ -113,6 +121,16 @@ def _offload(engine: Any, stage: int) -> tuple[str, bool]:
         device = "nvme" if getattr(optimizer, "swap_optimizer", False) else "cpu"
         return device, bool(getattr(optimizer, "offload_optimizer_pin_memory", False))
     return "none", False
+
+
+def cannot_guard(engine: Any) -> str:
+    """LOCAL. Why no guard can act on this engine; empty where they can."""
+    if any(getattr(engine, name, bool)() for name in ("is_deepcompile_enabled", "is_deepcompile_active")):
+        return (
+            "DeepCompile (compile.deepcompile in the DeepSpeed configuration) replaces the hooks and reduction that "
+            "guards watch. Leave it out; engine.compile() and torch.compile(engine) are guarded"
+        )
+    return ""
 
 
 def cannot_announce(facts: EngineFacts) -> str:

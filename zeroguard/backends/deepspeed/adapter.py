@@ -13,7 +13,7 @@ from zeroguard.backends.deepspeed.announced import Announced
 from zeroguard.backends.deepspeed.asides import Asides
 from zeroguard.backends.deepspeed.audited import Audited
 from zeroguard.backends.deepspeed.bf16 import Bf16Accumulators
-from zeroguard.backends.deepspeed.copies import WaitingDict, WaitingList
+from zeroguard.backends.deepspeed.edits import Edits
 from zeroguard.backends.deepspeed.older import drops_micro_batches, keep_micro_batches
 from zeroguard.backends.deepspeed.plain import Accumulators
 from zeroguard.backends.deepspeed.state import Emit
@@ -27,7 +27,7 @@ GRADIENT_EVENTS = frozenset(
 )
 
 
-class DeepSpeedBackend(Announced, Asides, Audited):
+class DeepSpeedBackend(Announced, Asides, Audited, Edits):
     """Implements :class:`zeroguard.backends.base.Engine` for a ``deepspeed.DeepSpeedEngine``, stages 0 to 3."""
 
     # -- attach and detach -------------------------------------------------------------------------------------------
@@ -52,22 +52,26 @@ class DeepSpeedBackend(Announced, Asides, Audited):
             self.accumulators = self._accumulators()
         method = self.patches.method
         engine, optimizer = self.engine, self.optimizer
-        method(engine, "forward", self._wrap_forward)
-        method(engine, "backward", self._wrap_backward)
-        method(engine, "step", self._wrap_engine_step)
-        if self.facts.trains:
-            method(optimizer, "step", self._wrap_optimizer_step)
+        steps = optimizer if self.facts.trains else None
+        for obj, name, make in (
+            (engine, "forward", self._wrap_forward),
+            (engine, "backward", self._wrap_backward),
+            (engine, "step", self._wrap_engine_step),
+            (steps, "step", self._wrap_optimizer_step),
+        ):
+            if hasattr(obj, name):  # else no guard is left that needs it, by the table
+                method(obj, name, make)
         if wanted & GRADIENT_EVENTS:
             self._attach_gradients()
         offloaded = self.facts.layout in (1, 2) and self.facts.offload
         if "accumulator_reset" in self.repairing and offloaded and drops_micro_batches(self.facts.deepspeed_version):
-            keep_micro_batches(optimizer, method)
+            keep_micro_batches(optimizer, method, lambda: "accumulator_reset" in self.repairing)
         if ev.ZeroGrad in wanted:
             method(engine, "zero_grad", self._wrap_zero_grad("engine"))
             method(engine.module, "zero_grad", self._wrap_zero_grad("module"))
             if hasattr(optimizer, "zero_grad"):
                 method(optimizer, "zero_grad", self._wrap_zero_grad("optimizer"))
-        if "host_read" in guards:
+        if "host_read" in guards and self.facts.offload:
             self._attach_copies(transparent_reads)
         if ev.GradientClip in wanted:
             method(engine, "parameters", self._wrap_parameters)
@@ -76,6 +80,8 @@ class DeepSpeedBackend(Announced, Asides, Audited):
             method(engine.module, "train", self._wrap_train)
         if ev.GradientRead in wanted:
             self._attach_gradient_reads()
+        if ev.EditLost in wanted:
+            self._attach_edits()
         if ev.CheckpointBegin in wanted:
             method(engine, "save_checkpoint", self._wrap_save)
 
@@ -85,6 +91,10 @@ class DeepSpeedBackend(Announced, Asides, Audited):
             self.accumulators = self._accumulators()
         self._note_frozen()
         self.attach_announced(emit, repairing=repairing)
+
+    def detect_reads(self) -> None:
+        """Report every read by the host of memory that a copy is still filling, DeepSpeed's or not. For a test run."""
+        self.copies.detect(lambda reader, copier, size: self.emit(ev.ReadInFlight(reader, copier, size)))
 
     def _attach_gradients(self) -> None:
         method = self.patches.method
@@ -99,42 +109,53 @@ class DeepSpeedBackend(Announced, Asides, Audited):
 
     def _attach_gradient_reads(self) -> None:
         """What safe_get_full_grad ends in."""
-        method = self.patches.method
+        shared, read = self.patches.shared, self._gradient_read
         if self.facts.stage == 3:
-            method(self.optimizer, "get_fp32_grad_for_param", self._wrap_gradient_read)
+            shared(self.optimizer, "get_fp32_grad_for_param", read)
             return
         for param in self.engine.module.parameters():
             if hasattr(param, "get_full_hp_grad"):  # not on parameters that the optimizer does not step
-                method(param, "get_full_hp_grad", self._wrap_gradient_read)
+                shared(param, "get_full_hp_grad", read)
 
     def _attach_copies(self, transparent: bool) -> None:
         method, optimizer = self.patches.method, self.optimizer
         if self.facts.stage == 3:
             method(optimizer, "partition_grads", self._wrap_copying)
-            if transparent and hasattr(optimizer, "_get_fp32_grad_state_partition"):
-                method(optimizer, "_get_fp32_grad_state_partition", self._wrap_reading("offloaded gradient partition"))
+            for name in ("_get_fp32_grad_state_partition", "get_fp32_grad_partitions") if transparent else ():
+                if hasattr(optimizer, name):
+                    method(optimizer, name, self._wrap_reading("offloaded gradient partition"))
             return
         method(optimizer, "async_accumulate_grad_in_cpu_via_gpu", self._wrap_hot)
         method(optimizer, "copy_grads_in_partition", self._wrap_copying)
         if not transparent:
             return
-        attribute, copies = self.patches.attribute, self.copies
-        waiting = WaitingDict(optimizer.accumulated_grads_in_cpu, copies, "accumulated_grads_in_cpu")
-        attribute(optimizer, "accumulated_grads_in_cpu", waiting)
-        masters = WaitingList(optimizer.single_partition_of_fp32_groups, copies, "offloaded fp32 gradient")
-        attribute(optimizer, "single_partition_of_fp32_groups", masters)
-        grads = WaitingDict(optimizer.offload_gradient_dict, copies, "offloaded fp32 gradient")
+        attribute, view = self.patches.attribute, self.copies.view
+        grads = view(optimizer, "offload_gradient_dict", "offloaded fp32 gradient")
         attribute(optimizer, "offload_gradient_dict", grads)
+        for name, what in (
+            ("accumulated_grads_in_cpu", "accumulated_grads_in_cpu"),
+            ("single_partition_of_fp32_groups", "offloaded fp32 gradient"),
+        ):
+            attribute(optimizer, name, view(optimizer, name, what))
         for param in self.engine.module.parameters():
             mapping = getattr(param, "_hp_mapping", None)
             if mapping is not None and mapping.offload_gradient_dict is grads.data:
                 attribute(mapping, "offload_gradient_dict", grads)
 
+    def switch_off(self, guard: str) -> None:
+        """LOCAL, between two steps. What only this guard needs is not done any more; its wrappers call through."""
+        self.repairing -= {guard}
+        self.actions = {name: action for name, action in self.actions.items() if name != guard}
+        if guard == "accumulator_reset":
+            self.shelves_idle = False
+            self.accumulators = Accumulators(self.engine, self.names)
+
     def detach(self) -> list[str]:
         """Give everything back. LOCAL. Returns what somebody else had replaced meanwhile."""
         if self.tracker.depth:
             self._restore_per_tensor()  # closed inside a forward
-        return self.patches.undo()
+        left = self.copies.close()
+        return left + self.patches.undo()
 
     def _accumulators(self) -> Accumulators:
         fresh = self.steps == 0 and int(getattr(self.engine, "micro_steps", 0)) == 0
@@ -162,11 +183,19 @@ class DeepSpeedBackend(Announced, Asides, Audited):
     def stale_parameters(self) -> tuple[str, ...]:
         return self.accumulators.named(self.accumulators.stale())
 
+    def uncleared_parameters(self) -> tuple[str, ...]:
+        return self.accumulators.named(self.accumulators.uncleared())
+
+    def partitioned_parameters(self, shape: Sequence[int]) -> tuple[str, ...]:
+        return () if self.params is None else self.params.partitioned(tuple(shape))
+
     def lost_parameters(self) -> tuple[str, ...]:
         return self.accumulators.named(self.accumulators.lost())
 
     def grad_norm(self) -> float | None:
-        norm = self.engine.get_global_grad_norm()
+        # At the end of the optimizer's own step the engine does not know of it yet.
+        norm = getattr(self.optimizer, "_global_grad_norm", None) if self.facts.stage else None
+        norm = self.engine.get_global_grad_norm() if norm is None else norm
         return None if norm is None else float(norm)
 
     def grad_norms(self) -> dict[str, float]:

@@ -27,6 +27,7 @@ class Asides(BackendState):
                 self.cleared = self.cleared or not self.step_depth  # DeepSpeed clears after its own steps
                 if not self.in_step and tracker.running is None and (tracker.in_window or tracker.unfinished):
                     self.emit(ev.ZeroGrad(by, tracker.in_window))  # type: ignore[arg-type]
+                    self._discard()
                 return out
 
             return zero_grad
@@ -41,11 +42,11 @@ class Asides(BackendState):
             # DeepSpeed waits here by itself.
             if not copies.own_events and self.optimizer.micro_step_id > 0:
                 copies.wait()
-            copies.hot += 1
+            copies.enter()
             try:
                 return original(*args, **kwargs)
             finally:
-                copies.hot -= 1
+                copies.leave()
 
         return hot
 
@@ -54,11 +55,11 @@ class Asides(BackendState):
         record = not copies.own_events
 
         def copying(*args: Any, **kwargs: Any) -> Any:
-            copies.hot += 1
+            copies.enter()
             try:
                 return original(*args, **kwargs)
             finally:
-                copies.hot -= 1
+                copies.leave()
                 if record:
                     copies.copied()
 
@@ -74,15 +75,13 @@ class Asides(BackendState):
 
         return make
 
-    def _wrap_gradient_read(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def read(*args: Any, **kwargs: Any) -> Any:
-            tracker = self.tracker
-            if not self.in_step:
-                running = tracker.running is not None
-                self.emit(ev.GradientRead("safe_get_full_grad", tracker.in_window + running))
-            return original(*args, **kwargs)
-
-        return read
+    def _gradient_read(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tracker = self.tracker
+        if not self.in_step:
+            running = tracker.running is not None
+            early = tracker.in_window > 0 and not (running or tracker.at_boundary or tracker.unfinished)
+            self.emit(ev.GradientRead("safe_get_full_grad", tracker.in_window + running, early))
+        return original(*args, **kwargs)
 
     def _wrap_train(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def train(mode: bool = True) -> Any:

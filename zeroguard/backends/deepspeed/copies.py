@@ -7,11 +7,13 @@ wait is for these events, not for the device, where other work may be running.
 
 from __future__ import annotations
 
-from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["HostCopies", "WaitingDict", "WaitingList"]
+from zeroguard.backends.deepspeed.detect import ReadDetector
+from zeroguard.backends.deepspeed.views import WaitingDict, WaitingList
+
+__all__ = ["HostCopies"]
 
 
 class HostCopies:
@@ -30,6 +32,9 @@ class HostCopies:
         #: copies are not seen (nothing is wrapped, and DeepSpeed keeps no events): only the device can be waited for
         self.unseen = False
         self.waits = 0
+        #: what the user sees instead of DeepSpeed's containers: attributes of an object, name, original, view
+        self._views: list[tuple[dict[str, Any], str, Any, WaitingDict | WaitingList]] = []
+        self.detector: ReadDetector | None = None
         #: called before a read by the user; the session times and counts it
         self.on_read: Callable[[str], None] = lambda what: None
 
@@ -79,92 +84,46 @@ class HostCopies:
         if not self.hot:
             self.on_read(what)
 
+    # -- what DeepSpeed sees of its containers, and what the user sees -----------------------------------------------
 
-class WaitingDict(UserDict):
-    """A view of one of DeepSpeed's dicts that waits before it hands out a value.
+    def view(self, owner: Any, name: str, what: str) -> WaitingDict | WaitingList:
+        """What to put in place of ``owner.name``: a view that waits. DeepSpeed's own code gets the plain object,
+        between :meth:`enter` and :meth:`leave`."""
+        original = getattr(owner, name)
+        kind = WaitingDict if isinstance(original, dict) else WaitingList
+        view = kind(original, lambda: self.read(what))
+        self._views.append((vars(owner), name, original, view))
+        return view
 
-    The original dict stays the storage, so it can be put back as the same object.
-    """
+    def enter(self) -> None:
+        """DeepSpeed itself touches the buffers from here on."""
+        self.hot += 1
+        if self.hot == 1:
+            for space, name, original, view in self._views:
+                if space.get(name) is view:
+                    space[name] = original
 
-    def __init__(self, original: dict[Any, Any], copies: HostCopies, what: str) -> None:
-        self.data = original
-        self._copies = copies
-        self._what = what
+    def leave(self) -> None:
+        """It no longer does."""
+        self.hot -= 1
+        if self.hot == 0:
+            for space, name, original, view in self._views:
+                if space.get(name) is original:
+                    space[name] = view
+                    if len(view) != len(view.data):
+                        view.refresh()
 
-    def __getitem__(self, key: Any) -> Any:
-        if not self._copies.hot:
-            self._copies.read(self._what)
-        return self.data[key]
+    def close(self) -> list[str]:
+        """Nobody waits here any more; whatever was put in place of DeepSpeed's containers is there to be taken back.
+        Returns what could not be taken back."""
+        for space, name, original, view in self._views:
+            if space.get(name) is original:  # closed while DeepSpeed is at work
+                space[name] = view
+        self._views.clear()
+        detector, self.detector = self.detector, None
+        return [] if detector is None else detector.stop()
 
-    def get(self, key: Any, default: Any = None) -> Any:
-        if not self._copies.hot:
-            self._copies.read(self._what)
-        return self.data.get(key, default)
-
-    def values(self) -> Any:
-        self._copies.read(self._what)
-        return self.data.values()
-
-    def items(self) -> Any:
-        self._copies.read(self._what)
-        return self.data.items()
-
-    def keys(self) -> Any:
-        return self.data.keys()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.data)
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self.data
-
-    def __or__(self, other: Any) -> Any:
-        self._copies.read(self._what)
-        return self.data | dict(other)
-
-    def __ror__(self, other: Any) -> Any:
-        self._copies.read(self._what)
-        return dict(other) | self.data
-
-    def __repr__(self) -> str:
-        self._copies.read(self._what)
-        return repr(self.data)
-
-    def __reduce__(self) -> Any:
-        self._copies.read(self._what)
-        return (dict, (dict(self.data),))
-
-
-class WaitingList(list):
-    """A list of DeepSpeed's fp32 partitions that waits before it hands one out: their ``.grad`` is read next."""
-
-    def __init__(self, original: list[Any], copies: HostCopies, what: str) -> None:
-        super().__init__(original)
-        self._copies = copies
-        self._what = what
-
-    def __getitem__(self, index: Any) -> Any:
-        if not self._copies.hot:
-            self._copies.read(self._what)
-        return super().__getitem__(index)
-
-    def __iter__(self) -> Iterator[Any]:
-        if not self._copies.hot:
-            self._copies.read(self._what)
-        return super().__iter__()
-
-    def __add__(self, other: Any) -> Any:
-        return list(self) + list(other)
-
-    def __reversed__(self) -> Iterator[Any]:
-        return reversed(list(self))
-
-    def copy(self) -> list[Any]:
-        return list(self)
-
-    def __repr__(self) -> str:
-        return repr(list(self))
-
-    def __reduce__(self) -> Any:
-        self._copies.read(self._what)
-        return (list, (list(super().__iter__()),))
+    def detect(self, report: Callable[[str, str, int], None]) -> None:
+        """From here on every read by the host of memory that the device is still filling is reported: the line that
+        read, the line that copied, and the bytes of the copy."""
+        self.detector = ReadDetector(self.accelerator, report)
