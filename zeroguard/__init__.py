@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         GradientsUnavailableError,
         GuardUnavailableError,
         GuardViolation,
+        NotGuardedError,
         SessionClosedError,
         ZeroGuardError,
     )
@@ -39,6 +40,7 @@ __all__ = [
     "GuardConfig",
     "GuardUnavailableError",
     "GuardViolation",
+    "NotGuardedError",
     "Repair",
     "Session",
     "SessionClosedError",

@@ -93,6 +93,7 @@ def _open(engine: Any, config: Any, sinks: Sequence[object], overrides: dict[str
     session._on_close.append(lambda: _detach(backend))
     try:
         _attach(session, backend, wrap)
+        session.start_heartbeat()
     except BaseException:
         session.close()
         raise
@@ -139,6 +140,8 @@ def _attach(session: Session, backend: Any, wrap: bool) -> None:
     repairing = [name for name, option in options.items() if getattr(option, "action", "repair") == "repair"]
     reads = options.get("host_read")
     backend.before_step = session.before_step
+    if reads is not None and reads.detect:
+        backend.detect_reads()
     if not wrap:
         backend.announce(session.emit, guards=list(options), repairing=repairing)
         return
@@ -165,6 +168,7 @@ def _detach(backend: Any) -> None:
 
 def _unavailable(door: Any, engine: Any, facts: Any, settings: GuardConfig) -> dict[str, str]:
     named = None if settings.automatic else {choice.name for choice in settings.guards or ()}
+    never = door.cannot_guard(engine)
     out: dict[str, str] = {}
     for name, cls in GUARDS.items():  # the table of attributes knows no others
         listed = {choice.name for choice in settings.guards or ()}
@@ -173,13 +177,15 @@ def _unavailable(door: Any, engine: Any, facts: Any, settings: GuardConfig) -> d
         if choose(cls, facts, cls.Config()).status != "selected":
             continue
         gone = door.missing(engine, name, layout=facts.layout, version=facts.deepspeed_version, offload=facts.offload)
-        if not gone:
+        if not gone and not never:
             continue
         what = "; ".join(f"{item.owner}.{item.name} ({item.lost})" for item in gone)
         text = (
             f"guard {name!r} is unavailable on DeepSpeed {facts.deepspeed_version}: missing {what}. "
             f"Verified releases: {', '.join(door.VERIFIED)}. Install one of them{_GO_ON}"
         )
+        if never:
+            text = f"guard {name!r} is unavailable on this engine: {never}{_GO_ON}"
         if settings.on_unavailable == "raise":
             raise GuardUnavailableError(text, guard=name, missing=[f"{i.owner}.{i.name}" for i in gone])
         text = text.replace(_GO_ON, ".")

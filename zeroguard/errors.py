@@ -6,6 +6,7 @@
     ├── ConfigError              a wrong key, type, value or file (also a ValueError)
     ├── EngineNotFoundError      what was given leads to no DeepSpeed engine (also a TypeError)
     ├── AlreadyGuardedError      a second attach to one engine
+    ├── NotGuardedError          other ranks of the engine do not take part in the agreement
     ├── GuardUnavailableError    a guard cannot act on this engine or this DeepSpeed release
     ├── GradientsUnavailableError  no gradient to read now, or not on this engine
     ├── SessionClosedError       a call that needs an open session
@@ -28,6 +29,7 @@ __all__ = [
     "GradientsUnavailableError",
     "GuardUnavailableError",
     "GuardViolation",
+    "NotGuardedError",
     "SessionClosedError",
     "ZeroGuardError",
 ]
@@ -47,6 +49,28 @@ class EngineNotFoundError(ZeroGuardError, TypeError):
 
 class AlreadyGuardedError(ZeroGuardError):
     """The engine already has an open session."""
+
+
+class NotGuardedError(ZeroGuardError):
+    """Some ranks of this engine have no open session that agrees with this one: raised before the first step, as they
+    would be waited for.
+
+    Attributes:
+        ranks: those ranks.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, every: int = 1) -> None:
+        self.ranks = tuple(ranks)
+        self._given = (self.ranks, rank, every)
+        who = ", ".join(map(str, self.ranks))
+        super().__init__(
+            f"rank(s) {who} are not guarded, and rank {rank} is: at the end of a step it would wait for them for ever. "
+            "Call zeroguard.guard(engine) on every rank, before the same step, with on_violation: raise, agree: true "
+            f"and agree_every_n_steps: {every} on all of them; or set agree: false, and each rank stops alone."
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), self._given)
 
 
 class GradientsUnavailableError(ZeroGuardError):
@@ -75,6 +99,11 @@ class GuardUnavailableError(ZeroGuardError):
     def __reduce__(self) -> tuple[Any, ...]:
         # Exception's own calls __init__ with the message alone; launchers and pools pickle a worker's exception.
         return (partial(type(self), guard=self.guard, missing=self.missing), self.args)
+
+
+class SinkTimeoutError(ZeroGuardError):
+    """A sink of the user's did not return in time, and goes on in its own thread. A finding, unless ``on_guard_error``
+    is ``raise``."""
 
 
 class GuardViolation(ZeroGuardError):

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from zeroguard import events as ev
 from zeroguard.backends.base import Engine, Request
+from zeroguard.breakage import Breakage
 from zeroguard.collective import vote
 from zeroguard.config import GuardConfig, choose, registry, start
 from zeroguard.errors import GuardUnavailableError, GuardViolation, SessionClosedError
 from zeroguard.findings import Finding, Repair
-from zeroguard.guards.base import Guard
+from zeroguard.guards.base import Choice, Guard
+from zeroguard.ranks import RankWatch
 from zeroguard.report.gradients import GradientReads
 from zeroguard.report.summary import GuardStats, Summary
 from zeroguard.sinks import JsonLinesSink, JsonLinesSinkConfig, LoggingSink, Sink, as_sink
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     from zeroguard.report.summary import Row
 
 __all__ = ["Selection", "Session"]
+
+
+#: Parameter names, eight bytes each, in all findings and repairs that are kept. A model may have a hundred thousand.
+NAMES = 2**20
 
 
 class Selection(dict[str, str]):
@@ -36,7 +42,7 @@ class Selection(dict[str, str]):
         return "\n".join(f"{'+' if n in self.selected else '-'} {n}: {why}" for n, why in self.items())
 
 
-class Session(GradientReads):
+class Session(Breakage, GradientReads, RankWatch):
     """Guards at work on one engine; made by :func:`zeroguard.guard`, or from a backend of :mod:`zeroguard.testing`.
 
     Attributes:
@@ -70,6 +76,9 @@ class Session(GradientReads):
         self._guards: list[Guard] = []
         self._table: dict[type[ev.Event], list[tuple[Guard, GuardStats, Any]]] = {}
         self._pending: list[Finding] = []
+        self._room = NAMES
+        self._broken: dict[str, str] = {}
+        self._lost: dict[str, int] = {}
         self._failed = False
         self._on_close: list[Callable[[], None]] = []
         self._select()
@@ -90,6 +99,8 @@ class Session(GradientReads):
                 continue
             options = named.get(name) or cls.Config()
             choice = choose(cls, facts, options)
+            if cls.communicates and not self.config.agree and facts.world_size > 1 and choice.status == "selected":
+                choice = Choice("not_applicable", "on several ranks it needs an all-reduce, and agree is false")
             made: Guard | None = None
             if choice.status == "selected" and name not in self._unavailable:
                 choice, made = start(cls, options, self._backend, choice)
@@ -135,19 +146,27 @@ class Session(GradientReads):
         if self.closed and not isinstance(event, ev.Close):
             return  # closed inside a forward or a backward: what is still on its way is nobody's business any more
         self._move(event)
+        if not self._guarded and type(event) is ev.StepBegin:
+            self._all_guarded()
         for guard_, stats, handler in self._table.get(type(event), ()):
             began = perf_counter()
             stats.events += 1
-            for outcome in handler(event):
-                if isinstance(outcome, Request):
-                    self._repair(guard_, stats, outcome)
-                else:
-                    self._found(stats, outcome)
+            done: list[Request] = []
+            try:
+                for outcome in handler(event):
+                    if isinstance(outcome, Request):
+                        done.append(outcome)
+                        self._repair(guard_, stats, outcome)
+                    elif guard_.name not in self._broken:  # what it says after it broke is worth nothing
+                        self._found(stats, outcome)
+            except Exception as error:
+                self._guard_broke(guard_, type(event).__name__, error)
+                self._pay(guard_, stats, event, done)
             stats.checks, stats.note = guard_.checks, guard_.note
             stats.seconds += perf_counter() - began
 
     def _move(self, event: ev.Event) -> None:
-        phase = _PHASES.get(type(event))
+        phase = event.phase if type(event) is ev.Raised else _PHASES.get(type(event))
         if phase is not None:
             self.phase = phase
 
@@ -159,8 +178,7 @@ class Session(GradientReads):
             stats.repairs += 1
             facts = self._backend.facts
             repair = Repair(guard_.name, item.kind, facts.rank, guard_.step, item.parameters, item.detail)
-            if len(self.repairs) < self.config.max_findings:
-                self.repairs.append(repair)
+            self._keep(self.repairs, repair, repair.parameters)
             self._write(repair)
 
     def record(self, finding: Finding) -> None:
@@ -169,19 +187,23 @@ class Session(GradientReads):
 
     def _found(self, stats: GuardStats, finding: Finding) -> None:
         stats.findings += 1
-        if len(self.findings) < self.config.max_findings:
-            self.findings.append(finding)
+        self._keep(self.findings, finding, finding.subject)
         if finding.severity == "error" and not finding.repaired and len(self._pending) < self.config.max_findings:
             self._pending.append(finding)
         self._write(finding)
 
+    def _keep(self, kept: list[Any], record: Finding | Repair, names: Sequence[str]) -> None:
+        if len(kept) < self.config.max_findings and len(names) <= self._room:
+            self._room -= len(names)
+            kept.append(record)
+
     def _write(self, record: Finding | Repair) -> None:
-        for sink in self._sinks:
-            if self.config.on_violation != "record" or not isinstance(sink, LoggingSink):
-                sink.write(record)
+        quiet = self.config.on_violation == "record"
+        self._hand([sink for sink in self._sinks if not (quiet and isinstance(sink, LoggingSink))], record)
 
     def decide(self) -> None:
-        """COLLECTIVE with ``agree`` and ``on_violation: raise``: stop, on all ranks, if one has found an error.
+        """COLLECTIVE with ``agree`` and ``on_violation: raise``, at each ``agree_every_n_steps``-th step: stop, on all
+        ranks, if one has found an error.
 
         Called by the backend at the end of every optimizer step, which all ranks reach.
 
@@ -190,16 +212,26 @@ class Session(GradientReads):
         """
         if self.closed or self.config.on_violation != "raise":
             self._pending.clear()
+            self._switch_off_alone()
             return
         facts = self._backend.facts
         mine = bool(self._pending)
         ranks: Sequence[int] = [facts.rank] if mine else []
         if self.config.agree:
-            word = next((word for guard_ in self._guards if (word := guard_.fingerprint())), 0)
-            said = vote(mine, word, groups=self._backend.groups, device=facts.accelerator)
+            if facts.world_size > 1 and self._backend.steps % self.config.agree_every_n_steps:
+                return
+            word = next((word for guard_ in self._guards if (word := self._fingerprint(guard_))), 0)
+            groups, broken = self._backend.groups, bool(self._broken)
+            self._agreeing = True  # and still, where it raises
+            said = vote(mine, word, groups=groups, device=facts.accelerator, broken=broken)
+            self._agreeing = False
+            if said.broken:
+                self._switch_off_together()
             ranks = said.flagged
             if len(set(said.words.values())) > 1:
                 ranks = self._compare(said.words) or ranks
+        else:
+            self._switch_off_alone()
         if not ranks:
             return
         pending, self._pending = self._pending, []
@@ -209,8 +241,11 @@ class Session(GradientReads):
         """Let the guards judge fingerprints that differ; the ranks that have to stop, which all of them see alike."""
         before = len(self._pending)
         for guard_ in self._guards:
-            for finding in guard_.differs(words):
-                self._found(self._stats[guard_.name], finding)
+            try:
+                for finding in guard_.differs(words):
+                    self._found(self._stats[guard_.name], finding)
+            except Exception as error:
+                self._guard_broke(guard_, "differs", error)
         return sorted(words) if len(self._pending) > before else []
 
     # -- what a user calls -------------------------------------------------------------------------------------------
@@ -231,8 +266,10 @@ class Session(GradientReads):
                 "session.host_read() after close: read inside the 'with zeroguard.guard(...)' block"
             )
         self.emit(ev.HostRead("session.host_read", tensors))
-        if tensors and "host_read" not in self.selection.selected and not self._backend.facts.resolves_data_dependency:
-            # Nothing of DeepSpeed's is in host memory here; a copy of the user's own may be on its way all the same.
+        works = any(guard_.name == "host_read" and guard_.name not in self._broken for guard_ in self._guards)
+        asked = tensors or "host_read" in self.selection.selected
+        if asked and not works and not self._backend.facts.resolves_data_dependency:
+            # Nothing of DeepSpeed's is in host memory here, or the guard broke; a copy may be on its way all the same.
             self._backend.wait_copies(tensors)
         return contextlib.nullcontext()
 
@@ -287,16 +324,17 @@ class Session(GradientReads):
         # The stack runs them all, last one first, also when one raises.
         with contextlib.ExitStack() as stack:
             for sink in self._sinks:
-                stack.callback(sink.close)
+                stack.callback(self._close_sink, sink)
             for action in self._on_close:
                 stack.callback(action)
+            stack.callback(self._stop_heartbeat)
             # In the middle of a forward or a backward nothing is at rest that could be checked.
             self.emit(ev.Close(self._failed or self._backend.busy))
         # Who keeps a closed session to read it must not keep the engine, and its memory, with it.
         self._on_close.clear()
         self._table.clear()
         self._guards.clear()
-        self._backend = SimpleNamespace(facts=self._backend.facts)  # type: ignore[assignment]
+        self._backend = SimpleNamespace(facts=self._backend.facts, groups=self._backend.groups)  # type: ignore[assignment]
 
     def __enter__(self) -> Session:
         if self.closed:
@@ -306,7 +344,12 @@ class Session(GradientReads):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close(failed=kind is not None)
+        try:
+            if error is not None and not self.closed:
+                self._backend.loop_raised(error)
+                self.on_exception(error)
+        finally:
+            self.close(failed=kind is not None)
 
     def __iter__(self) -> Iterator[Finding]:
         return iter(self.findings)

@@ -150,9 +150,8 @@ FAULTS: tuple[Fault, ...] = (
                 releases=SINCE_18,
                 options={"by": "loss"},
                 shows="crash",
+                found=_SECOND,
                 repaired=True,
-                why="With `action: detect` it is not reported: the exception leaves PyTorch's backward, and the loop, "
-                "before anything of DeepSpeed's is called again.",
             ),
         ),
         page="retained_graph",
@@ -196,10 +195,12 @@ FAULTS: tuple[Fault, ...] = (
                 "2 2o 3 3o",
                 releases=ENDS,
                 shows="crash",
+                found=("retained_graph.gradient_in_parts",),
                 why="Each checkpoint runs a backward of its own, and the gradient comes in parts; DeepSpeed reduces "
-                "the first and refuses the second, in its own words. Use `use_reentrant=False`.",
+                "the first and refuses the second. Use `use_reentrant=False`.",
             ),
         ),
+        page="retained_graph",
     ),
     Fault(
         "backward_raises",
@@ -212,10 +213,11 @@ FAULTS: tuple[Fault, ...] = (
                 releases=EVERY,
                 shows="crash",
                 first=4,
+                found=("retained_graph.unfinished_backward",),
                 repaired=True,
-                why="With `action: detect` it is not reported: a loop that clears after an exception does what it can.",
             ),
         ),
+        page="retained_graph",
     ),
     # -- accumulation --------------------------------------------------------------------------------------------------
     Fault(
@@ -257,11 +259,18 @@ FAULTS: tuple[Fault, ...] = (
             Case("windows.many_backwards_one_step", "1 1o 2 2o", releases=SINCE_18, found=_OVERWRITTEN, repaired=True),
             Case(
                 "windows.many_backwards_one_step",
-                "2",
+                "1 2",
                 releases=("0.17.6",),
                 shows="crash",
+                found=_OVERWRITTEN,
                 repaired=True,
-                why="With `action: detect` it is not reported: the exception comes first.",
+            ),
+            Case(
+                "windows.many_backwards_one_step",
+                "1o 2o",
+                releases=("0.16.9", "0.17.6"),
+                found=_OVERWRITTEN,
+                repaired=True,
             ),
         ),
         page="stale_gradient",
@@ -360,11 +369,12 @@ FAULTS: tuple[Fault, ...] = (
                 "windows.epoch_ends_early",
                 ALL,
                 first=2,
+                at=6,
+                found=(f"{RHYTHM}.short_window",),
                 options={"clear": True},
                 variant="the loop calls zero_grad there",
-                why="With zero_grad where the epoch ends, the rest is dropped (`accumulators_cleared`), but DeepSpeed "
-                "counts on, and the next window is short. A loop that skips a bad micro-batch looks the same, and "
-                "means it.",
+                why="Late, at the third time: zero_grad drops the rest, DeepSpeed counts on, and the next window is "
+                "short. A loop that skips a bad micro-batch looks the same once, and means it.",
             ),
         ),
         page="rhythm",
@@ -472,9 +482,11 @@ FAULTS: tuple[Fault, ...] = (
                 ALL,
                 options={"optimizer": "adamw"},
                 first=3,
+                found=(f"{RHYTHM}.idle_parameter_moves",),
                 on_request=UNTOUCHED,
                 why="Its gradient is zero for DeepSpeed, not absent, and a zero gradient is stepped. The old gradient, "
-                "where there is one, is dropped; the rest is put right with `idle: untouched` only.",
+                "where there is one, is dropped; the rest is put right with `idle: untouched` only, as many models "
+                "leave something out on purpose.",
             ),
         ),
         page="stale_gradient",
@@ -489,10 +501,9 @@ FAULTS: tuple[Fault, ...] = (
                 ALL,
                 options={"optimizer": "adamw"},
                 first=3,
-                at=11,
                 found=(f"{RHYTHM}.frozen_parameter_moves",),
                 on_request=UNTOUCHED,
-                why="Late: requires_grad is looked at before every tenth step. Put right with `idle: untouched` only.",
+                why="Put right with `idle: untouched` only.",
             ),
         ),
         page="stale_gradient",
@@ -526,10 +537,12 @@ FAULTS: tuple[Fault, ...] = (
                 dtype="bf16",
                 releases=("0.16.9", "0.19.2"),
                 first=2,
-                why="autograd delivered what the optimizer consumes, and DeepSpeed reports an update that was applied. "
-                "Use 0.19.8, or set `check_grad_overflow` in the section `bf16` of DeepSpeed's configuration.",
+                found=(f"{RHYTHM}.weights_not_finite",),
+                why="A step that was taken cannot be taken back. Use 0.19.8, or set `check_grad_overflow` in the "
+                "section `bf16` of DeepSpeed's configuration.",
             ),
         ),
+        page="rhythm",
         measure="all weights inf or NaN",
     ),
     Fault(
@@ -555,9 +568,8 @@ FAULTS: tuple[Fault, ...] = (
             Case(
                 "values.clipping_left_out",
                 ALL,
-                at=2,
                 found=(f"{RHYTHM}.unconfigured_clipping",),
-                why="Late: the norm of a step is looked at before the next. Either default may be what is wanted.",
+                why="Either default may be what is wanted.",
             ),
         ),
         page="rhythm",
@@ -615,12 +627,31 @@ FAULTS: tuple[Fault, ...] = (
         (
             Case(
                 "reading.read_in_mid_window",
-                "1 1o 2o 3o",
+                "2o 3o",
                 ranks=2,
-                why="`safe_get_full_grad` returns what DeepSpeed has there: one rank's gradient, zeros, or the last "
-                "window's. Read after the window's last backward, or with `session.gradients()`, which refuses.",
+                releases=ENDS,
+                found=(f"{RHYTHM}.early_gradient_read",),
+                why="DeepSpeed has zeros there, or the last window's gradient. Read after the window's last backward, "
+                "or with `session.gradients()`, which refuses.",
+            ),
+            Case(
+                "reading.read_in_mid_window",
+                "2",
+                shows="crash",
+                releases=("0.18.5", INSTALLED),
+                found=(f"{RHYTHM}.early_gradient_read",),
+                why="DeepSpeed has nothing there. Read after the window's last backward, or with "
+                "`session.gradients()`, which refuses.",
+            ),
+            Case(
+                "reading.read_in_mid_window",
+                "1 1o",
+                ranks=2,
+                why="On ZeRO-1 `safe_get_full_grad` returns `param.grad`, which is this rank's own sum until the "
+                "window's last backward; nothing of DeepSpeed's is called for it. `session.gradients()` refuses.",
             ),
         ),
+        page="rhythm",
         measure="a gradient off by {:.1e}",
     ),
     Fault(
@@ -633,16 +664,19 @@ FAULTS: tuple[Fault, ...] = (
                 "3 3o",
                 ranks=2,
                 options={"how": how},
+                releases=ENDS,
                 variant=variant,
                 first=2,
+                found=(f"{RHYTHM}.lost_edit",),
                 why="DeepSpeed drops the gathered copy, and with it what was written; nothing that it keeps has "
-                f"changed. {note}",
+                f"changed, and which rank's copy counts is the loop's to say. {note}",
             )
             for how, variant, note in (
                 ("data", "through .data", "A write through `.data` does not move the version counter either."),
                 ("copy", "in place", 'DeepSpeed\'s own `"enable_sanity_checks": true` reports a write in place.'),
             )
         ),
+        page="rhythm",
     ),
     Fault(
         "edit_of_the_copy",
@@ -678,10 +712,12 @@ FAULTS: tuple[Fault, ...] = (
                 "3 3o",
                 shows="crash",
                 releases=("0.16.9", "0.19.2"),
+                found=("param_status.recomputed_without_parameter",),
                 why="The recomputation inside the backward finds the frozen parameters partitioned; to gather them is "
                 "DeepSpeed's part, and pull request 8148 does it. Use 0.19.8.",
             ),
         ),
+        page="in_flight",
     ),
     Fault(
         "weight_penalty",
@@ -693,10 +729,12 @@ FAULTS: tuple[Fault, ...] = (
                 "3 3o",
                 releases=ENDS,
                 shows="crash",
+                found=("param_status.partitioned_parameter_used",),
                 why="The penalty is made of empty tensors, in the loop's own code, and PyTorch refuses the gradient. "
                 "Compute it from outputs, or leave it to the optimizer's weight decay.",
             ),
         ),
+        page="in_flight",
     ),
     Fault(
         "calls_differ",
@@ -735,6 +773,10 @@ HEALTHY: tuple[Control, ...] = (
     Control("controls.frozen_tied_unused", ALL),
     Control("controls.loss_backward", ALL),
     Control("controls.two_forwards", ALL),
+    Control("controls.handled_exception", ALL),
+    Control("controls.summed_backwards", "3 3o"),
+    # Up to 0.19.2 the first module keeps a claim on its parameters between two micro-batches.
+    Control("controls.plain", "3 3o", releases=("0.19.2",)),
     Control("windows.skipped_batch", ALL, reports=ds("1496")),
     Control(
         "values.overflow_then_train",

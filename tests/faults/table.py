@@ -136,7 +136,7 @@ LEGEND = """- *where*: ZeRO stages, with an `o` where the optimizer is offloaded
   to largest over the places of the row, or the exception.
 - *from step*: the first step, from 1, at which it shows without zeroguard.
 - *found*: what is reported, and at which step; where zeroguard repairs, by guards that only detect. *audit*: by
-  `gradient_audit`, which runs on request; here it compares every element at every step.
+  `gradient_audit`, which here compares every element at every step.
 - *repaired*: `exact` is equal to plain PyTorch after every step, with zeroguard as it comes; `on request` with an
   option.
 """

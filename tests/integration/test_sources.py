@@ -31,7 +31,10 @@ def test_every_source_reaches_a_real_engine(plugin_lab: Lab, site: Path, as_file
         "guards": "keyword arguments",
         "on_violation": "file zeroguard.yaml",
         "on_unavailable": "default",
+        "on_guard_error": "default",
         "agree": "keyword arguments",
+        "agree_every_n_steps": "default",
+        "heartbeat": "default",
         "max_findings": 'key "zeroguard" of the DeepSpeed configuration',
         "sinks": "file zeroguard.yaml",
     }, answer

@@ -15,22 +15,24 @@ import zeroguard
 PACKAGE = Path(zeroguard.__file__).parent
 DOOR = "zeroguard.backends.deepspeed"
 #: The modules that may import it, inside a function.
-OPENERS = ("zeroguard.attach", "zeroguard.integrations.launcher")
+OPENERS = ("zeroguard.attach", "zeroguard.integrations.launcher", "zeroguard.stress.worker")
 
 #: Lowest first. A module may import modules of lower layers, and of its own package. The longest prefix that fits
 #: counts.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("zeroguard.events", "zeroguard.findings", "zeroguard.backends"),
-    ("zeroguard.errors", "zeroguard.collective"),
+    ("zeroguard.errors", "zeroguard.collective", "zeroguard.heartbeat"),
     ("zeroguard.backends.base",),
     ("zeroguard.backends.deepspeed", "zeroguard.guards", "zeroguard.report"),
+    ("zeroguard.files", "zeroguard.lanes"),
     ("zeroguard.sinks", "zeroguard.plugins"),
     ("zeroguard.config",),
     ("zeroguard.settings",),
+    ("zeroguard.breakage", "zeroguard.ranks"),
     ("zeroguard.session",),
     ("zeroguard.attach",),
     ("zeroguard", "zeroguard._scripted"),
-    ("zeroguard.integrations", "zeroguard.show", "zeroguard.testing"),
+    ("zeroguard.integrations", "zeroguard.show", "zeroguard.stress", "zeroguard.testing"),
     ("zeroguard.cli",),
     ("zeroguard.__main__",),
 )

@@ -178,6 +178,11 @@ HEALTHY = MODULE.format(name="extra")
 PROBLEMS: dict[str, tuple[str, str]] = {
     "missing-dependency": ("import expensive_library_that_is_not_there", "ModuleNotFoundError: No module named"),
     "exits": ("import sys\nsys.exit('no licence')", "SystemExit: no licence"),
+    "rude": (
+        "class E(Exception):\n    def __str__(self):\n        raise KeyError\nraise E",
+        "E, whose message cannot be had: KeyError",
+    ),
+    "endless": ("def f(): f()\nf()", "RecursionError: maximum recursion depth exceeded"),
     "syntax": ("def (", "SyntaxError"),
     "no-such-class": ("x = 1", "AttributeError"),
     "no-guard": ("class Made: pass", "which is not a subclass of zeroguard.guards.base.Guard"),

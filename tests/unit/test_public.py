@@ -26,6 +26,7 @@ PUBLIC = [
     "GuardConfig",
     "GuardUnavailableError",
     "GuardViolation",
+    "NotGuardedError",
     "Repair",
     "Session",
     "SessionClosedError",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from zeroguard import session as session_module
 from zeroguard.backends.base import BackwardState, Done, EngineFacts, GradientAudit, ParamStatus, Switched, UpdateAudit
 from zeroguard.collective import Votes
 from zeroguard.config import GUARDS
+from zeroguard.testing import ScriptedEngine, facts, replay
 
 ZERO3 = EngineFacts(stage=3, dtype="bfloat16", deepspeed_version="0.19.8")
 ZERO2 = EngineFacts(
@@ -51,7 +53,7 @@ class FakeBackend:
     def param_status(self, *, scan: bool = True) -> ParamStatus:
         return self.status
 
-    def switched_parameters(self) -> Switched:
+    def switched_parameters(self, *, every: bool = True) -> Switched:
         return Switched()
 
     def gradient_order(self) -> int:
@@ -60,8 +62,8 @@ class FakeBackend:
     def audit_gradients(self, elements: int, seed: int) -> GradientAudit:
         return GradientAudit()
 
-    def audit_update(self) -> UpdateAudit:
-        return UpdateAudit()
+    def audit_update(self) -> Callable[[], UpdateAudit]:
+        return UpdateAudit
 
     def backward_state(self) -> BackwardState:
         return self.state
@@ -195,7 +197,7 @@ def test_decisions_do_not_pile_up_under_warn() -> None:
 def test_a_rank_follows_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[bool, tuple[Any, ...]]] = []
 
-    def vote(flag: bool, word: int, *, groups: tuple[Any, ...], device: str) -> Votes:
+    def vote(flag: bool, word: int, *, groups: tuple[Any, ...], device: str, broken: bool) -> Votes:
         asked.append((flag, groups))
         return Votes([1], {})
 
@@ -218,6 +220,34 @@ def test_no_communication_where_none_is_needed(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(session_module, "vote", vote)
     opened(config).decide()
+
+
+def test_agreement_at_each_nth_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, bool]] = []
+    backend = FakeBackend(EngineFacts(stage=3, world_size=2))
+
+    def vote(flag: bool, word: int, **_: Any) -> Votes:
+        asked.append((backend.steps, flag))
+        return Votes([0] if flag else [], {})
+
+    monkeypatch.setattr(session_module, "vote", vote)
+    session = opened(watching(agree_every_n_steps=3), backend)
+    for backend.steps in range(1, 6):
+        backend.status = IN_FLIGHT if backend.steps == 4 else ParamStatus()
+        session.emit(ev.StepEnd(backend.steps, True))
+        session.decide()
+    backend.steps = 6
+    with pytest.raises(GuardViolation) as caught:
+        session.decide()
+    assert asked == [(3, False), (6, True)]
+    assert [finding.step for finding in caught.value.findings] == [4]
+
+
+def test_one_rank_alone_does_not_wait_for_the_nth_step() -> None:
+    session = in_flight(watching(agree_every_n_steps=3))
+    session._backend.steps = 1
+    with pytest.raises(GuardViolation):
+        session.decide()
 
 
 def test_agree_false_raises_alone() -> None:
@@ -282,12 +312,23 @@ def test_selection_texts() -> None:
         "accumulator_reset",
         "param_status",
         "accumulation",
+        "gradient_audit",
     ]
     lines = str(session.selection).splitlines()
     assert lines[0] == "- host_read: ZeRO-3, bfloat16, 1 rank has no gradients in host memory"
-    assert [line.split(":")[0] for line in lines[1:-1]] == [f"+ {name}" for name in session.selection.selected]
-    assert lines[-1].startswith("- gradient_audit: on request only")
+    assert [line.split(":")[0] for line in lines[1:]] == [f"+ {name}" for name in session.selection.selected]
     assert all(why for why in session.selection.values())
+
+
+def test_a_guard_that_communicates_needs_ranks_that_agree() -> None:
+    two = facts(stage=2, world_size=2)
+    session = replay([], config={"agree": False}, engine=ScriptedEngine(two))
+    assert "gradient_audit" not in session.selection.selected
+    assert session.selection["gradient_audit"] == "on several ranks it needs an all-reduce, and agree is false"
+    with pytest.raises(GuardUnavailableError, match=r"gradient_audit.*agree is false"):
+        replay([], guards=["gradient_audit"], config={"agree": False}, engine=ScriptedEngine(two))
+    alone = replay([], config={"agree": False}, engine=ScriptedEngine(facts(stage=2)))
+    assert "gradient_audit" in alone.selection.selected
 
 
 def test_selection_says_what_was_left_out_of_the_list() -> None:
@@ -304,6 +345,7 @@ def test_options_beside_the_automatic_choice() -> None:
         "accumulator_reset",
         "param_status",
         "accumulation",
+        "gradient_audit",
     ]
     assert "no gradients in host memory" in session.selection["host_read"], "options only: no mistake"
     (accumulation,) = (guard for guard in session._guards if guard.name == "accumulation")
@@ -325,6 +367,7 @@ def test_selection_of_an_offloaded_engine() -> None:
         "retained_graph",
         "accumulator_reset",
         "accumulation",
+        "gradient_audit",
     ]
     assert "ZeRO-2" in session.selection["param_status"]
     assert "(pinned)" in session.selection["host_read"]
@@ -375,6 +418,9 @@ class FakeDoor:
     def missing(self, engine: Any, guard: str, **where: Any) -> list[Any]:
         return [self.Gone()] if guard == "param_status" else []
 
+    def cannot_guard(self, engine: Any) -> str:
+        return ""
+
 
 def test_on_unavailable_raise_names_guard_and_attribute() -> None:
     with pytest.raises(GuardUnavailableError) as caught:
@@ -410,7 +456,7 @@ def test_summary_tells_never_exercised_from_passed() -> None:
         "accumulator_reset": "never exercised",
         "param_status": "never exercised",
         "accumulation": "never exercised",
-        "gradient_audit": "off",
+        "gradient_audit": "never exercised",
     }
     session.emit(ev.ForwardBegin(1, True, True))
     verdicts = {row.guard: row.verdict for row in session.rows}
@@ -486,6 +532,9 @@ def test_phases_follow_the_events() -> None:
         (ev.BackwardEnd(1, True), ev.Phase.BETWEEN),
         (ev.StepBegin(0, 1), ev.Phase.STEP),
         (ev.StepEnd(1, True), ev.Phase.BETWEEN),
+        (ev.BackwardBegin(2, "engine.backward"), ev.Phase.BACKWARD),
+        (ev.BackwardAborted(2, "ValueError: boom"), ev.Phase.BETWEEN),
+        (ev.Raised(ev.Phase.BACKWARD, "ValueError: boom"), ev.Phase.BACKWARD),
         (ev.Close(False), ev.Phase.CLOSED),
     ):
         session.emit(event)
@@ -533,16 +582,21 @@ def test_enter_on_a_closed_session_raises() -> None:
         pass
 
 
-def test_what_was_wrapped_goes_back_even_if_a_guard_fails_at_close() -> None:
+@pytest.mark.parametrize("config", [{"on_guard_error": "raise"}, {"on_guard_error": "disable"}], ids=str)
+def test_what_was_wrapped_goes_back_even_if_a_guard_fails_at_close(config: dict[str, Any]) -> None:
     class Broken(FakeBackend):
         def param_status(self, *, scan: bool = True) -> ParamStatus:
             raise RuntimeError("foreign")
 
     sink, undone = MemorySink(), []
-    session = opened(None, Broken(), sinks=[sink])
+    session = opened(config, Broken(), sinks=[sink])
     session._on_close.append(lambda: undone.append("undone"))
-    with pytest.raises(RuntimeError, match="foreign"):
+    if config["on_guard_error"] == "raise":
+        with pytest.raises(RuntimeError, match="foreign"):
+            session.close()
+    else:
         session.close()
+        assert [finding.kind for finding in session.findings] == ["guard_error"]
     assert undone == ["undone"]
     assert sink.closed == 1
 

@@ -85,7 +85,10 @@ def test_the_environment() -> None:
         "ZEROGUARD_GUARDS": '[{"name": "param_status", "action": "warn"}]',
         "ZEROGUARD_ON_VIOLATION": "warn",
         "ZEROGUARD_ON_UNAVAILABLE": "warn",
+        "ZEROGUARD_ON_GUARD_ERROR": "raise",
         "ZEROGUARD_AGREE": "false",
+        "ZEROGUARD_AGREE_EVERY_N_STEPS": "3",
+        "ZEROGUARD_HEARTBEAT": "false",
         "ZEROGUARD_MAX_FINDINGS": "7",
         "ZEROGUARD_SINKS": '[{"name": "jsonl", "directory": "runs"}]',
         "HOME": "/nowhere",
@@ -95,7 +98,10 @@ def test_the_environment() -> None:
         guards=(ParamStatusConfig(action="warn"),),
         on_violation="warn",
         on_unavailable="warn",
+        on_guard_error="raise",
         agree=False,
+        agree_every_n_steps=3,
+        heartbeat=False,
         max_findings=7,
         sinks=(JsonLinesSinkConfig(directory=Path("runs")),),
     )
@@ -225,7 +231,10 @@ def test_fields_are_merged_one_by_one() -> None:
         "guards": "environment variable ZEROGUARD_GUARDS",
         "on_violation": "default",
         "on_unavailable": ENGINE,
+        "on_guard_error": "default",
         "agree": "keyword arguments",
+        "agree_every_n_steps": "default",
+        "heartbeat": "default",
         "max_findings": "file zeroguard.yaml",
         "sinks": "default",
     }
@@ -422,14 +431,17 @@ def test_show_prints_field_value_and_source(
     Path("ds.json").write_text('{"zeroguard": {"agree": false}}', encoding="utf-8")
     fields, guards = shown(capsys, "--deepspeed", "ds.json").split("\n\n")
     assert fields.splitlines() == [
-        "key             value                   from",
-        "guards          host_read, wait=device  file zeroguard.yaml",
-        "                param_status",
-        "on_violation    raise                   default",
-        "on_unavailable  raise                   default",
-        f"agree           false                   {ENGINE}",
-        "max_findings    7                       environment variable ZEROGUARD_MAX_FINDINGS",
-        "sinks           logging                 default",
+        "key                  value                   from",
+        "guards               host_read, wait=device  file zeroguard.yaml",
+        "                     param_status",
+        "on_violation         raise                   default",
+        "on_unavailable       raise                   default",
+        "on_guard_error       disable                 default",
+        f"agree                false                   {ENGINE}",
+        "agree_every_n_steps  1                       default",
+        "heartbeat            true                    default",
+        "max_findings         7                       environment variable ZEROGUARD_MAX_FINDINGS",
+        "sinks                logging                 default",
     ]
     assert [line.split(maxsplit=1) for line in guards.splitlines()] == [
         ["guard", "brought by"],
@@ -448,7 +460,7 @@ def test_show_with_a_file(capsys: pytest.CaptureFixture[str]) -> None:
 def test_show_says_that_the_choice_is_automatic(capsys: pytest.CaptureFixture[str]) -> None:
     assert "those that the engine needs" in shown(capsys)
     Path("zeroguard.yaml").write_text("guards: []\n", encoding="utf-8")
-    assert "guards          none " in shown(capsys)
+    assert "guards               none " in shown(capsys)
 
 
 def test_show_yaml_can_be_saved_and_read_back(
@@ -490,7 +502,7 @@ def test_show_of_a_wrong_configuration(
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [(None, "cannot be read: No such file"), ('{"a"', "not valid JSON: "), ("[1]", "holds list")],
+    [(None, "no such file; give a DeepSpeed configuration"), ('{"a"', "not valid JSON: "), ("[1]", "holds list")],
 )
 def test_show_with_a_deepspeed_file_that_cannot_be_used(
     text: str | None, expected: str, capsys: pytest.CaptureFixture[str]

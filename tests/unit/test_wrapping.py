@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -204,3 +206,25 @@ def test_exceptions_pass_through_the_wrapper() -> None:
         with pytest.raises(KeyError, match="theirs"):
             obj.go()
         patches.undo()
+
+
+def test_one_function_serves_many_objects() -> None:
+    """Its wrapper looks like the original, and is copied, pickled and taken back as the other one is."""
+
+    def read(original: Any, *args: Any, **kwargs: Any) -> str:
+        return f"read({original(*args, **kwargs)})"
+
+    patches, things = Patches(), [Thing(), Thing()]
+    before = [dict(vars(thing)) for thing in things]
+    for thing in things:
+        patches.shared(thing, "greet", read)
+    assert [thing.greet("x", loud=True) for thing in things] == ["read(X)"] * 2
+    wrapper = things[0].greet
+    assert inspect.signature(wrapper) == inspect.signature(Thing().greet)
+    assert (wrapper.__name__, wrapper.__qualname__) == ("greet", "Thing.greet")
+    assert wrapper.__self__ is things[0]
+    assert copy.deepcopy(things[0]).greet("x") == "x"
+    assert pickle.loads(pickle.dumps(things[0])).greet("x") == "x"
+    assert patches.undo() == []
+    assert [vars(thing) for thing in things] == before
+    assert wrapper("x") == "x"
