@@ -111,7 +111,8 @@ def test_detect_reports_and_changes_nothing(lab: Lab, stage: int, offload: bool,
     case = {"package": FIRST, "stage": stage, "offload": offload, "mode": mode, "guarded": DETECT}
     answer = run(lab, 1, "fit", **case)[0]
     assert answer["status"] == "wrong"
-    assert "overwritten_gradient" in kinds(answer)
+    # On ZeRO-3 a further backward at a boundary adds to the partition; what it lacks is its own preparation.
+    assert ("second_backward" if stage == 3 else "overwritten_gradient") in kinds(answer)
     assert min(finding["step"] for finding in answer["findings"]) == 0
     assert answer["repairs"] == []
 
