@@ -165,7 +165,7 @@ FAULTS: tuple[Fault, ...] = (
                 "graph.step_between",
                 "1 1o 2 2o",
                 releases=ENDS,
-                found=(f"{RHYTHM}.step_between_backwards",),
+                found=(f"{RHYTHM}.step_between_backwards", f"{RHYTHM}.idle_parameter_moves"),
                 why="A step that was taken cannot be taken back.",
             ),
             Case(
@@ -173,7 +173,7 @@ FAULTS: tuple[Fault, ...] = (
                 "3 3o",
                 releases=ENDS,
                 shows="crash",
-                found=(f"{RHYTHM}.step_between_backwards",),
+                found=(f"{RHYTHM}.step_between_backwards", f"{RHYTHM}.idle_parameter_moves"),
                 why="A step that was taken cannot be taken back.",
             ),
         ),

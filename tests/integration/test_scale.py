@@ -47,8 +47,8 @@ def test_memory_of_the_default_guards(lab: Lab, stage: int, offload: bool, few: 
     case = {"call": "scale.memory", "stage": stage, "offload": offload}
     small, large = (one(lab.run(1, {**case, "parameters": n}, timeout=300)) for n in (few, many))
     a = {key: (large[key] - small[key]) / (many - few) for key in ("python", "audited", "tensors")}
-    assert a["python"] < 2 * KIB, a
-    assert a["audited"] < 2.5 * KIB, a
+    assert a["python"] < 1.25 * KIB, a
+    assert a["audited"] < 1.5 * KIB, a
     assert a["tensors"] < 64 * 200, a
     assert large["findings"] == 0
     bare = [one(lab.run(1, {**case, "parameters": n, "audit": False}, timeout=300)) for n in (few, many)]

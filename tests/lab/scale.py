@@ -152,8 +152,8 @@ def kept(parameters: int, steps: int) -> dict[str, int]:
 def audited(parameters: int, elements: int) -> dict[str, int]:
     """How many samples the audit takes in all of a model with so many parameters."""
     shared = nn.Parameter(torch.ones(elements), requires_grad=False)
-    named = [(f"layers.{number}.weight", shared) for number in range(parameters)]
-    samples = GradientSamples(named, torch.device("cpu"), 1, (), [torch.float32])
+    named = [(shared, f"layers.{number}.weight") for number in range(parameters)]
+    samples = GradientSamples(lambda: named, torch.device("cpu"), 1, (), [torch.float32])
     samples.arm(elements, 0)
     return {"samples": samples.places.size}
 

@@ -122,7 +122,9 @@ def test_what_a_step_did_to_the_weights() -> None:
 
 
 def samples(params: dict[str, torch.nn.Parameter], *dtypes: torch.dtype) -> GradientSamples:
-    return GradientSamples(list(params.items()), torch.device("cpu"), 1, [], dtypes or (torch.float32,))
+    return GradientSamples(
+        lambda: [(p, name) for name, p in params.items()], torch.device("cpu"), 1, [], dtypes or (torch.float32,)
+    )
 
 
 def piece(param: Any, start: int, values: torch.Tensor) -> Section:
@@ -176,9 +178,8 @@ def test_places_stay_inside_and_change_with_the_seed(params: dict[str, torch.nn.
 def test_one_gather_reads_what_slices_would(elements: int) -> None:
     """Pieces of many parameters in a few flat tensors, cut anywhere, with gaps, some alone in theirs."""
     choose = random.Random(elements)
-    params = [
-        (f"p{n}", torch.nn.Parameter(torch.randn(choose.choice([1, 2, 63, 64, 65, 500, 4097])))) for n in range(40)
-    ]
+    sizes = [choose.choice([1, 2, 63, 64, 65, 500, 4097]) for _ in range(40)]
+    params = [(torch.nn.Parameter(torch.randn(size)), f"p{n}") for n, size in enumerate(sizes)]
     places = Places(params, elements, choose.randrange(99), torch.device("cpu"))
     wanted, there = places.zeros(), places.zeros(torch.bool)
     sections: list[Section] = []
@@ -216,8 +217,8 @@ def test_pieces_that_share_memory_are_one_section() -> None:
         pieces = [(1, 0, 5), (2, 4, 3), (3, 0, 3)]
         (flat, first), (own, second) = memory.sections(pieces, [whole[2:7], whole[10:13], alone])
         assert flat.data_ptr() == whole.data_ptr()
-        assert (first.keys, first.table.T.tolist()) == ([1, 2], [[0, 5, 2], [4, 3, 10]])
-        assert (second.keys, second.table.T.tolist()) == ([3], [[0, 3, 0]])
+        assert (list(first.keys), first.table.T.tolist()) == ([1, 2], [[0, 5, 2], [4, 3, 10]])
+        assert (list(second.keys), second.table.T.tolist()) == ([3], [[0, 3, 0]])
         assert own.data_ptr() == alone.data_ptr()
         assert before is None or before is first
         before = first

@@ -32,11 +32,40 @@ def _unit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
+class _Arrival:
+    """A hook of the backward: a parameter's gradient is there. As little as can be, in time and in memory: there are as
+    many as parameters, for a step."""
+
+    __slots__ = ("number", "place", "samples")
+
+    def __init__(self, samples: GradientSamples, number: int, place: Place) -> None:
+        self.samples = samples
+        self.number = number
+        self.place = place
+
+    def __call__(self, given: Any) -> None:
+        # A node hands on a tuple, a tensor's hook gets the gradient itself.
+        grad = given if isinstance(given, torch.Tensor) else given[0]
+        samples, place = self.samples, self.place
+        if not samples.open or grad is None:
+            return
+        if grad.is_sparse:
+            samples.spoilt = samples.spoilt or f"{place.name} has a sparse gradient"
+            return
+        flat = grad if grad.is_contiguous() else grad.contiguous()
+        values = flat.as_strided((place.count,), (place.stride,), flat.storage_offset() + place.offset)
+        if self.number in samples.fired:
+            samples.targets[self.number].add_(values)  # reentrant checkpointing: a gradient may come in parts
+        else:
+            samples.fired.add(self.number)
+            samples.targets[self.number].copy_(values)
+
+
 class GradientSamples:
     """The samples of one engine. LOCAL but for :meth:`compare`.
 
     Args:
-        params: (name, parameter) of everything that the optimizer steps, in the same order on every rank.
+        params: gives (parameter, name) of everything that the optimizer steps, in the same order on every rank.
         device: where the rows live.
         ranks: data-parallel ranks that DeepSpeed averages over.
         groups: their process group, in a list; empty on one rank.
@@ -45,7 +74,7 @@ class GradientSamples:
 
     def __init__(
         self,
-        params: Sequence[tuple[str, Any]],
+        params: Callable[[], Sequence[tuple[Any, str]]],
         device: torch.device,
         ranks: int,
         groups: Sequence[Any],
@@ -57,17 +86,18 @@ class GradientSamples:
         self.groups = groups
         self.dtypes = tuple(set(dtypes))
         self.armed = False
-        self.places = Places((), 0, 0, device)
+        self._nowhere = self.places = Places((), 0, 0, device)
         self.rows: list[torch.Tensor] = []
+        #: numbers of the parameters that have got a gradient in this backward
         self.fired: set[int] = set()
         #: why this window cannot be judged; empty where it can
         self.spoilt = ""
-        self._open = False
+        self.open = False
         self._handles: list[Any] = []
         self._nodes: list[Any] = []
         self._unwatched: list[tuple[int, Place]] = []
         #: the newest row, by parameter
-        self._targets: Sequence[torch.Tensor] = ()
+        self.targets: Sequence[torch.Tensor] = ()
         #: what the optimizer was about to consume, and the master weights
         self._before: tuple[Sampled, Sampled] | None = None
 
@@ -79,9 +109,10 @@ class GradientSamples:
         spoilt = self.spoilt  # said before the window's first backward
         self.disarm()
         self.armed, self.spoilt = True, spoilt
+        params = self.params()
         if elements:
-            elements = max(1, min(elements, MOST // max(1, len(self.params))))
-        self.places = Places(self.params, elements, seed, self.device)
+            elements = max(1, min(elements, MOST // max(1, len(params))))
+        self.places = Places(params, elements, seed, self.device)
         self._unwatched = list(enumerate(self.places.all))
         self._watch()
 
@@ -94,52 +125,30 @@ class GradientSamples:
                 continue
             if hasattr(place.param, "ds_id"):
                 # ZeRO-3: asking for the node of a parameter that is partitioned would make one for its empty shape.
-                self._handles.append(place.param.register_hook(self._hook(number, place)))
+                self._handles.append(place.param.register_hook(_Arrival(self, number, place)))
                 continue
             with torch.enable_grad():  # PyTorch 2.4 finds no node without it, and a hook of a backward has it off
                 node = torch.autograd.graph.get_gradient_edge(place.param).node
             self._nodes.append(node)  # nothing else may keep it alive, and a new one would not have the hook
-            self._handles.append(node.register_prehook(self._hook(number, place)))
-
-    def _hook(self, number: int, place: Place) -> Any:
-        """What runs in the backward, for a node (given a tuple) or a tensor (given a gradient): as little as can be."""
-        count, stride, offset = (place.count,), (place.stride,), place.offset
-        fired = self.fired
-
-        def arrived(given: Any) -> None:
-            grad = given if isinstance(given, torch.Tensor) else given[0]
-            if not self._open or grad is None:
-                return
-            if grad.is_sparse:
-                self.spoilt = self.spoilt or f"{place.name} has a sparse gradient"
-                return
-            flat = grad if grad.is_contiguous() else grad.contiguous()
-            values = flat.as_strided(count, stride, flat.storage_offset() + offset)
-            if number in fired:
-                self._targets[number].add_(values)  # reentrant checkpointing: a gradient may come in parts
-            else:
-                fired.add(number)
-                self._targets[number].copy_(values)
-
-        return arrived
+            self._handles.append(node.register_prehook(_Arrival(self, number, place)))
 
     def began(self) -> None:
         """A backward begins: a row for it."""
         if self._unwatched:
             self._watch()
         self.rows.append(self.places.zeros())
-        self._targets = self.rows[-1].split([place.count for place in self.places.all])
-        self.fired.clear()
-        self._open = True
+        self.targets = self.rows[-1].split([place.count for place in self.places.all])
+        self.fired = set()
+        self.open = True
 
     def ended(self) -> None:
         """The backward is over."""
-        self._open = False
+        self.open = False
 
     def spoil(self, why: str) -> None:
         """This window cannot be judged."""
         self.spoilt = self.spoilt or why
-        self._open = False
+        self.open = False
 
     def clear(self) -> None:
         """zero_grad: the window begins again, maybe with other parameters that are trained."""
@@ -152,11 +161,13 @@ class GradientSamples:
         self._handles.clear()
         self._nodes.clear()
         self.rows.clear()
-        self._targets = ()
+        self.targets = ()
         self._before = None
-        self.places.forget()
+        self._unwatched = []
+        self.fired = set()
+        self.places = self._nowhere  # tables, and memory that they know of
         self.spoilt = ""
-        self.armed = self._open = False
+        self.armed = self.open = False
 
     # -- comparing -----------------------------------------------------------------------------------------------------
 
@@ -214,7 +225,7 @@ class GradientSamples:
         self._before = (seen, high)
         vectors = (expected, limit, last, local, seen.values)
         mismatches = self._mismatches(vectors, seen.owned) if any_wrong else ()
-        names = self._named(self.places.by_parameter(edited.unsqueeze(0))[0]) if any_edited else ()
+        names = self.places.named(self.places.by_parameter(edited.unsqueeze(0))[0]) if any_edited else ()
         return GradientAudit(seen.owned.shape[1], mismatches, "", self.tolerance(), names)
 
     def _not_the_cast(self, high: Sampled, copies: Iterable[Section]) -> torch.Tensor:
@@ -228,9 +239,6 @@ class GradientSamples:
             rounded = torch.cat([values.to(place.param.dtype).float() for values, place in parts])
         both_nan = torch.isnan(rounded) & torch.isnan(low.values)
         return (rounded != low.values) & ~both_nan & high.mask & low.mask
-
-    def _named(self, flags: torch.Tensor) -> tuple[str, ...]:
-        return tuple(place.name for place, flag in zip(self.places.all, flags.tolist(), strict=True) if flag)
 
     def _mismatches(self, vectors: tuple[torch.Tensor, ...], owned: torch.Tensor) -> tuple[Mismatch, ...]:
         there = [vector.cpu() for vector in vectors]
@@ -275,15 +283,11 @@ class GradientSamples:
         can, did, off = self.places.by_parameter(torch.stack([felt, changed, differs]))
         still = (can > 0) & (did == 0)
         found = (still | (off > 0)).any().to("cpu", non_blocking=True)
-        names = [place.name for place in self.places.all]
+        places = self.places
 
         def result() -> UpdateAudit:
             if not found:
                 return UpdateAudit()
-            unmoved, not_cast = still.tolist(), off.tolist()
-            return UpdateAudit(
-                tuple(name for name, one in zip(names, unmoved, strict=True) if one),
-                tuple(name for name, one in zip(names, not_cast, strict=True) if one),
-            )
+            return UpdateAudit(places.named(still), places.named(off))
 
         return result

@@ -28,12 +28,11 @@ class Audited(BackendState):
 
     def _gradient_samples(self) -> GradientSamples:
         if self._samples is None:
-            stepped = [(name, param) for param, name in self.reading.stepped()]
             accumulator = getattr(self.optimizer, "gradient_accumulation_dtype", None)
-            dtypes = [param.dtype for _, param in stepped]
+            dtypes = [param.dtype for param, _ in self.reading.stepped()]
             dtypes += [d for d in (accumulator, self.engine.communication_data_type) if isinstance(d, torch.dtype)]
             ranks = self.facts.world_size
-            self._samples = GradientSamples(stepped, self.engine.device, ranks, self.groups[:1], dtypes)
+            self._samples = GradientSamples(self.reading.stepped, self.engine.device, ranks, self.groups[:1], dtypes)
         return self._samples
 
     # -- sampling ----------------------------------------------------------------------------------------------------

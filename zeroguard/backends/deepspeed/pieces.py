@@ -76,7 +76,6 @@ class GradientPieces:
         self.replicated = self.layout == 0
         #: group -> this rank's parts; made at the first read: DeepSpeed's partitioning does not change
         self._parts: list[list[_Part]] | None = None
-        self._in_order: list[tuple[Any, str]] | None = None
         self._limits: str | None = None
         self._memory: dict[int, SharedMemory] = {}
 
@@ -248,12 +247,9 @@ class GradientPieces:
         """(parameter, name) of all that the optimizer steps, in its order."""
         if self.layout == 0:
             return [(p, name) for name, p in self.engine.module.named_parameters() if p.requires_grad]
-        if self._in_order is None:
-            table = {3: "fp16_groups", "bf16": "bf16_groups"}.get(self.layout, "bit16_groups")
-            names = self.state.names
-            groups = getattr(self.optimizer, table)
-            self._in_order = [(p, names[id(p)]) for group in groups for p in group if id(p) in names]
-        return self._in_order
+        table = {3: "fp16_groups", "bf16": "bf16_groups"}.get(self.layout, "bit16_groups")
+        names = self.state.names
+        return [(p, names[id(p)]) for group in getattr(self.optimizer, table) for p in group if id(p) in names]
 
     def reached(self) -> set[int]:
         """Keys of parameters that a backward of this window reached, as far as this rank knows."""

@@ -6,6 +6,7 @@ must not be thousands of Python statements while the accelerator waits.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -43,7 +44,7 @@ class Places:
     """Where the samples of one audited step lie. LOCAL.
 
     Args:
-        params: (name, parameter), in the same order on every rank.
+        params: (parameter, name), in the same order on every rank.
         elements: how many of each parameter; 0 for all of them.
         seed: the same on every rank; other places for another one.
         device: where rows live.
@@ -52,9 +53,9 @@ class Places:
         size: elements of a row.
     """
 
-    def __init__(self, params: Sequence[tuple[str, Any]], elements: int, seed: int, device: torch.device) -> None:
+    def __init__(self, params: Sequence[tuple[Any, str]], elements: int, seed: int, device: torch.device) -> None:
         self.device = device
-        sized = [(name, p, int(getattr(p, "ds_numel", 0) or p.numel())) for name, p in params]
+        sized = [(name, p, int(getattr(p, "ds_numel", 0) or p.numel())) for p, name in params]
         sized = [item for item in sized if item[2]]
         size = torch.tensor([numel for _, _, numel in sized], dtype=torch.int64)
         number = torch.arange(len(sized))
@@ -77,10 +78,6 @@ class Places:
         """An empty row."""
         return torch.zeros(self.size, dtype=dtype, device=self.device)
 
-    def forget(self) -> None:
-        """Let go of the memory that was read."""
-        self._known.clear()
-
     def by_parameter(self, values: torch.Tensor) -> torch.Tensor:
         """Sums over each parameter's samples; rows in, a column a parameter out."""
         count = self._tables[1].to(self.device, non_blocking=True)
@@ -88,6 +85,10 @@ class Places:
         index = number.repeat_interleave(count, output_size=self.size)
         sums = torch.zeros(values.shape[0], len(self.all), device=self.device)
         return sums.index_add_(1, index, values.float())
+
+    def named(self, flags: torch.Tensor) -> tuple[str, ...]:
+        """Names of the parameters whose flag, of one a parameter, is not zero."""
+        return tuple(place.name for place, flag in zip(self.all, flags.tolist(), strict=True) if flag)
 
     def spread(self, values: Sequence[float]) -> torch.Tensor:
         """A row with each parameter's value at all of its samples."""
@@ -120,7 +121,7 @@ class Places:
     def _singles(self, singles: Sequence[Section], values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         flats = [flat for flat, _ in singles]
         every = Members([])
-        every.keys = [members.keys[0] for _, members in singles]
+        every.keys = array("q", [members.keys[0] for _, members in singles])
         every.table = torch.cat([members.table for _, members in singles], dim=1)
         index, spans = self._spans(every)
         sources, targets, counts = [], [], []

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from hashlib import blake2b
+from itertools import chain
 
 import torch
 
@@ -21,7 +24,7 @@ class Members:
     __slots__ = ("keys", "table")
 
     def __init__(self, pieces: Sequence[tuple[int, int, int, int]]) -> None:
-        self.keys = [piece[0] for piece in pieces]
+        self.keys = array("q", [piece[0] for piece in pieces])
         self.table = torch.tensor([piece[1:] for piece in pieces], dtype=torch.int64).reshape(-1, 3).T
 
     def __len__(self) -> int:
@@ -42,7 +45,7 @@ class SharedMemory:
     puts a group's gradients into new memory in every step, and in the same order."""
 
     def __init__(self) -> None:
-        self._seen: object = None
+        self._seen = b""
         self._groups: list[tuple[int, Members]] = []
 
     def sections(
@@ -58,7 +61,8 @@ class SharedMemory:
         known: dict[tuple[int, torch.dtype], int] = {}
         tensors = tensors[: len(pieces)]
         memory = [known.setdefault((t.untyped_storage().data_ptr(), t.dtype), len(known)) for t in tensors]
-        lies = (memory, [int(t.storage_offset()) for t in tensors], list(pieces))
+        offsets = [int(t.storage_offset()) for t in tensors]
+        lies = blake2b(array("q", chain(memory, offsets, *pieces))).digest()
         if lies != self._seen:
             self._seen = lies
             places: list[list[int]] = [[] for _ in known]
@@ -66,8 +70,8 @@ class SharedMemory:
                 places[number].append(index)
             self._groups = []
             for indices in places:
-                offset = lies[1] if len(indices) > 1 else [0] * len(tensors)
-                members = [(*pieces[i], offset[i] + (pieces[i][1] if skip else 0)) for i in indices]
+                alone = len(indices) == 1
+                members = [(*pieces[i], (0 if alone else offsets[i]) + (pieces[i][1] if skip else 0)) for i in indices]
                 self._groups.append((indices[0], Members(members)))
         return [
             (flat_storage(tensors[first]) if len(members) > 1 else tensors[first].reshape(-1), members)
