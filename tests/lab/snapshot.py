@@ -31,11 +31,11 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 Snapshot = dict[str, Any]
 
 
-def engine(root: Any) -> Snapshot:
+def engine(root: Any, *, beyond: tuple[Any, ...] = ()) -> Snapshot:
     """Path -> object (kept, so that no identity is used twice), for all that can be reached through attributes and
-    containers."""
+    containers, but not through what lies in ``beyond``."""
     out: Snapshot = {}
-    seen: set[int] = set()
+    seen: set[int] = set(map(id, beyond))
     # Breadth first, so that what is reached in several ways always has its shortest path.
     queue: deque[tuple[str, Any]] = deque([("engine", root)])
     while queue:

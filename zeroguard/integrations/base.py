@@ -114,9 +114,11 @@ class Keeper:
         session, self._engine = self.session, None
         if session is None or session.closed:
             return
-        if error is not None:
-            session.on_exception(error)
-        session.close(failed=failed)
+        try:
+            if error is not None:
+                session.on_exception(error)
+        finally:  # it waits for the store, and may be interrupted there
+            session.close(failed=failed)
         self._earlier = self._totals()
         self._counted = session
 

@@ -115,11 +115,13 @@ def run(arguments: argparse.Namespace) -> int:
         problem = script.run()
     except SystemExit as stop:
         launch.failed = stop.code not in (None, 0)
+        if launch.failed:
+            launch.tell(stop)
         raise
     except BaseException as error:
         launch.failed = True
-        launch.tell(error)
         hide_launcher()
+        launch.tell(error)
         raise
     if problem is not None:
         launch.cancel()
@@ -181,10 +183,15 @@ class _Watched:
             logger.exception("zeroguard run: engine %d: closing its session failed", self.number)
 
     def tell(self, error: BaseException) -> None:
-        """LOCAL. The script ends with ``error``; what is known of the other ranks is added to it."""
+        """LOCAL. The script ends with ``error``; what is known of the other ranks is added to it. An error on the way
+        goes to the log: raised, it would hide the script's own."""
         session = self._session() if self._session is not None else None
-        if session is not None and self.state == "open":
+        if session is None or self.state != "open":
+            return
+        try:
             session.on_exception(error)
+        except Exception:
+            logger.exception("zeroguard run: engine %d: telling the other ranks failed", self.number)
 
     def text(self) -> str:
         """Its part of the summary."""
@@ -253,7 +260,7 @@ class Launch:
         self._give_back()
 
     def tell(self, error: BaseException) -> None:
-        """LOCAL. The script ends with ``error``, which is about to be printed."""
+        """LOCAL. The script ends with ``error``, which is about to be printed, or to become the exit code."""
         if os.getpid() == self._process:
             for watched in self.engines:
                 watched.tell(error)

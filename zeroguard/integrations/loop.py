@@ -238,9 +238,11 @@ class LoopCallback:
     def close(self) -> None:
         """LOCAL, idempotent. Give the engine back; after on_exception nothing is waited for but the job's store
         (:meth:`zeroguard.Session.on_exception`)."""
-        if self._error is not None:
-            self.session.on_exception(self._error)
-        self.session.close(failed=self._failed)
+        try:
+            if self._error is not None:
+                self.session.on_exception(self._error)
+        finally:  # it waits for the store, and may be interrupted there
+            self.session.close(failed=self._failed)
 
     def _called(self, name: str) -> bool:
         """Whether the backend is to be told; a missing call is reported and made up for, so that it does not put the
