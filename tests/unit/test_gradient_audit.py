@@ -209,6 +209,12 @@ def test_one_gather_reads_what_slices_would(elements: int) -> None:
     assert all(bool((spread[p.start : p.start + p.count] == n).all()) for n, p in enumerate(places.all))
 
 
+def test_a_model_without_parameters_has_no_samples() -> None:
+    alone = torch.arange(3.0)
+    found = Places((), 64, 1, torch.device("cpu")).gather([(alone, Members([(1, 0, 3, 0)])), (alone, Members([]))])
+    assert (found.values.numel(), found.owned.shape) == (0, (3, 0))
+
+
 def test_pieces_that_share_memory_are_one_section() -> None:
     memory = SharedMemory()
     before = None

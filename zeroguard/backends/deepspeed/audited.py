@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -29,11 +30,19 @@ class Audited(BackendState):
     def _gradient_samples(self) -> GradientSamples:
         if self._samples is None:
             accumulator = getattr(self.optimizer, "gradient_accumulation_dtype", None)
-            dtypes = [param.dtype for param, _ in self.reading.stepped()]
+            dtypes = [param.dtype for param, _ in self._audited_parameters()]
             dtypes += [d for d in (accumulator, self.engine.communication_data_type) if isinstance(d, torch.dtype)]
             ranks = self.facts.world_size
-            self._samples = GradientSamples(self.reading.stepped, self.engine.device, ranks, self.groups[:1], dtypes)
+            self._samples = GradientSamples(
+                self._audited_parameters, self.engine.device, ranks, self.groups[:1], dtypes
+            )
         return self._samples
+
+    def _audited_parameters(self) -> Sequence[tuple[Any, str]]:
+        """(parameter, name), whether trained at this moment or not: a GAN freezes half of them for a backward."""
+        if self.facts.layout == 0:
+            return [(param, name) for name, param in self.engine.module.named_parameters()]
+        return self.reading.stepped()
 
     # -- sampling ----------------------------------------------------------------------------------------------------
 

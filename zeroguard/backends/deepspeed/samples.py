@@ -143,6 +143,8 @@ class Places:
     def _spans(self, members: Members) -> tuple[torch.Tensor, torch.Tensor]:
         """Which samples lie in pieces: the pieces that have any, and a column for each of these, with the parameter's
         number, the first of its samples, how many, where the first one lies, and the stride."""
+        if not self.all:
+            return torch.empty(0, dtype=torch.int64), torch.empty(5, 0, dtype=torch.int64)
         number = torch.tensor([self._number.get(key, -1) for key in members.keys], dtype=torch.int64)
         begin, size, base = members.table
         _, count, stride, offset = self._tables[:, number]
