@@ -287,11 +287,8 @@ class DeepSpeedBackend(Announced, Asides, Audited, Edits):
         if not self.facts.offload:
             return []
         if self.facts.stage == 3:
-            grads = [flat.grad for flat in optimizer.fp32_partitioned_groups_flat if flat.grad is not None]
+            grads = [flat.grad for flat in self.master_weights() if flat.grad is not None]
             return [optimizer.grad_partitions_flat_buffer, *grads]
-        self.copies.hot += 1  # a look, not a read
-        try:
-            masters = [master.grad for master in optimizer.single_partition_of_fp32_groups]
+        masters = [master.grad for master in self.master_weights()]
+        with self.copies.inside():
             return [*optimizer.accumulated_grads_in_cpu.values(), *(grad for grad in masters if grad is not None)]
-        finally:
-            self.copies.hot -= 1

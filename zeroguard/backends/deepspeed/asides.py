@@ -42,11 +42,8 @@ class Asides(BackendState):
             # DeepSpeed waits here by itself.
             if not copies.own_events and self.optimizer.micro_step_id > 0:
                 copies.wait()
-            copies.enter()
-            try:
+            with copies.inside():
                 return original(*args, **kwargs)
-            finally:
-                copies.leave()
 
         return hot
 
@@ -55,11 +52,10 @@ class Asides(BackendState):
         record = not copies.own_events
 
         def copying(*args: Any, **kwargs: Any) -> Any:
-            copies.enter()
             try:
-                return original(*args, **kwargs)
+                with copies.inside():
+                    return original(*args, **kwargs)
             finally:
-                copies.leave()
                 if record:
                     copies.copied()
 

@@ -132,14 +132,7 @@ class Audited(BackendState):
 
     def _masters(self) -> Iterable[Section]:
         """The fp32 master weights of this rank: a flat partition a group."""
-        opt = self.optimizer
-        self.copies.hot += 1
-        try:
-            flats = list(
-                opt.fp32_partitioned_groups_flat if self.facts.layout == 3 else opt.single_partition_of_fp32_groups
-            )
-        finally:
-            self.copies.hot -= 1
+        flats = self.master_weights()
         if self._in_masters is None:
             partition = self.reading.partition()
             self._in_masters = [

@@ -7,7 +7,8 @@ wait is for these events, not for the device, where other work may be running.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from zeroguard.backends.deepspeed.detect import ReadDetector
@@ -112,6 +113,16 @@ class HostCopies:
                     space[name] = view
                     if len(view) != len(view.data):
                         view.refresh()
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """The buffers are touched as DeepSpeed does: by its own code, or by a look of ours that has waited already, or
+        need not."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
 
     def close(self) -> list[str]:
         """Nobody waits here any more; whatever was put in place of DeepSpeed's containers is there to be taken back.

@@ -69,19 +69,10 @@ class Finite(Moving):
         return torch.cat([flat[:: -(-flat.numel() // _ELEMENTS)] for flat in chosen])
 
     def _flats(self) -> list[torch.Tensor]:
-        opt = self.optimizer
         if self.facts.layout == 0:
-            flats = getattr(opt, "fp32_groups_flat", None)
+            flats = getattr(self.optimizer, "fp32_groups_flat", None)
             return list(self._params if flats is None else flats)
-        if self.facts.layout == 3:
-            return list(opt.fp32_partitioned_groups_flat)
-        if self.facts.layout == "bf16":
-            return list(opt.fp32_groups_flat_partition)
-        self.copies.hot += 1  # a look, not a read
-        try:
-            return list(opt.single_partition_of_fp32_groups)
-        finally:
-            self.copies.hot -= 1
+        return self.master_weights()
 
     def _send(self, samples: torch.Tensor) -> None:
         if samples.device.type == "cpu":

@@ -152,17 +152,7 @@ class Moving(BackendState):
                     offsets[id(param)] = (flat, start, param.numel())
                     start += param.numel()
             return offsets
-        self.copies.hot += 1  # a look, not a read
-        try:
-            if self.facts.layout == 3:
-                flats = list(opt.fp32_partitioned_groups_flat)
-            elif self.facts.layout == "bf16":
-                flats = list(opt.fp32_groups_flat_partition)
-            else:
-                flats = list(opt.single_partition_of_fp32_groups)
-        finally:
-            self.copies.hot -= 1
-        table = zip(flats, self.reading.partition(), strict=False)
+        table = zip(self.master_weights(), self.reading.partition(), strict=False)
         return {
             id(part.param): (flat, part.dest, part.numel)
             for flat, parts in table

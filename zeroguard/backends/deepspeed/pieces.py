@@ -115,22 +115,14 @@ class GradientPieces:
 
     def parts(self) -> Iterator[tuple[_Part, torch.Tensor]]:
         """LOCAL, stages 1 to 3. As :meth:`pieces`, by this rank's parts."""
-        if self.facts.offload:
-            self._wait()
-        copies = self.state.copies
-        copies.hot += 1  # what DeepSpeed's lists would wait for has just been waited for
-        try:
-            for group, parts in enumerate(self.partition()):
-                held = self._held(group, parts)
-                if isinstance(held, torch.Tensor):
-                    flat = held.view(-1)
-                    held = [flat.narrow(0, part.dest, part.numel) for part in parts]
-                for part, values in zip(parts, held, strict=False):
-                    if self._stepped_with(part):
-                        flat = values.detach().reshape(-1)
-                        yield part, flat if flat.numel() == part.numel else flat.narrow(0, 0, part.numel)
-        finally:
-            copies.hot -= 1
+        for _, parts, held in self._by_group():
+            if isinstance(held, torch.Tensor):
+                flat = held.view(-1)
+                held = [flat.narrow(0, part.dest, part.numel) for part in parts]
+            for part, values in zip(parts, held, strict=False):
+                if self._stepped_with(part):
+                    flat = values.detach().reshape(-1)
+                    yield part, flat if flat.numel() == part.numel else flat.narrow(0, 0, part.numel)
 
     def sections(self) -> Iterator[Section]:
         """LOCAL, stages 0 to 3. The same as :meth:`pieces`, by the memory that the pieces share: for reads of a few
@@ -139,23 +131,24 @@ class GradientPieces:
             for _, param, values in self._whole():
                 yield values, Members([(id(param), 0, values.numel(), 0)])
             return
+        for group, parts, held in self._by_group():
+            taken = [part for part in parts if self._stepped_with(part)]
+            if isinstance(held, torch.Tensor):
+                yield held.view(-1), Members([(id(p.param), p.start, p.numel, p.dest) for p in taken])
+                continue
+            if len(taken) != len(parts):
+                held = [values for part, values in zip(parts, held, strict=False) if self._stepped_with(part)]
+            pieces = [(id(p.param), p.start, p.numel) for p, _ in zip(taken, held, strict=False)]
+            yield from self._memory.setdefault(group, SharedMemory()).sections(pieces, held)
+
+    def _by_group(self) -> Iterator[tuple[int, list[_Part], torch.Tensor | Sequence[torch.Tensor]]]:
+        """Group, this rank's parts, and what :meth:`_held` says of them. What DeepSpeed's lists would wait for has been
+        waited for."""
         if self.facts.offload:
             self._wait()
-        copies = self.state.copies
-        copies.hot += 1
-        try:
+        with self.state.copies.inside():
             for group, parts in enumerate(self.partition()):
-                held = self._held(group, parts)
-                taken = [part for part in parts if self._stepped_with(part)]
-                if isinstance(held, torch.Tensor):
-                    yield held.view(-1), Members([(id(p.param), p.start, p.numel, p.dest) for p in taken])
-                    continue
-                if len(taken) != len(parts):
-                    held = [values for part, values in zip(parts, held, strict=False) if self._stepped_with(part)]
-                pieces = [(id(p.param), p.start, p.numel) for p, _ in zip(taken, held, strict=False)]
-                yield from self._memory.setdefault(group, SharedMemory()).sections(pieces, held)
-        finally:
-            copies.hot -= 1
+                yield group, parts, self._held(group, parts)
 
     def _stepped_with(self, part: _Part) -> bool:
         """Whether the optimizer is about to step this with what is held (stage 3 steps frozen ones with zeros)."""
@@ -181,8 +174,7 @@ class GradientPieces:
         if self.layout == "bf16":
             held = opt.fp32_groups_gradient_flat_partition[group]
         elif self.facts.offload:
-            masters = opt.fp32_partitioned_groups_flat if self.layout == 3 else opt.single_partition_of_fp32_groups
-            held = masters[group].grad
+            held = self.state.master_weights()[group].grad
         elif self.layout == 3:
             table = opt._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
             return [table[part.param.ds_id] for part in parts]
@@ -266,7 +258,11 @@ class GradientPieces:
     # -- what cannot be read -------------------------------------------------------------------------------------------
 
     def limits(self) -> str:
-        """Why this engine's gradients cannot be read at all; empty where they can. Worked out once."""
+        """Why this engine's gradients cannot be read at all; empty where they can. Worked out once, but for what may
+        begin later."""
+        compiled = getattr(self.engine, "is_deepcompile_active", None)
+        if compiled is not None and compiled():
+            return "DeepCompile keeps the gradients in buffers of its own."
         if self._limits is None:
             self._limits = self._find_limits()
         return self._limits
@@ -274,7 +270,6 @@ class GradientPieces:
     def _find_limits(self) -> str:
         engine, optimizer, facts = self.engine, self.optimizer, self.facts
         gone = missing(engine, "reading", layout=self.layout, version=facts.deepspeed_version, offload=facts.offload)
-        compiled = getattr(engine, "is_deepcompile_active", None)
         groups = getattr(optimizer, "param_groups", ())
         if gone:
             names = ", ".join(f"{item.owner}.{item.name} ({item.lost})" for item in gone)
@@ -287,8 +282,6 @@ class GradientPieces:
             return "ZenFlow steps a part of the gradients earlier than the rest."
         if self.layout in (1, 2, 3) and any(group.get("use_muon") for group in groups):
             return "Muon has put its update in the gradient's place (ZeRO-1 and 2), or will in mid-step."
-        if compiled is not None and compiled():
-            return "DeepCompile keeps the gradients in buffers of its own."
         return self._other_groups()
 
     def _other_groups(self) -> str:

@@ -77,6 +77,16 @@ class BackendState:
         self.accumulators = Accumulators(engine, self.names)
         self.reading = GradientReader(self)
 
+    def master_weights(self) -> list[Any]:
+        """LOCAL, stages 1 to 3 and BF16_Optimizer: the flat fp32 weights that this rank steps, in the order of
+        ``reading.partition()``."""
+        if self.facts.layout == 3:
+            return list(self.optimizer.fp32_partitioned_groups_flat)
+        if self.facts.layout == "bf16":
+            return list(self.optimizer.fp32_groups_flat_partition)
+        with self.copies.inside():
+            return list(self.optimizer.single_partition_of_fp32_groups)
+
     def _discard(self) -> None:
         """zero_grad was called, and the guards have done what they do: what is left is thrown away, as the loop sees
         it."""
